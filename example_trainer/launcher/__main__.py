@@ -18,10 +18,8 @@ if not __package__:
         Path(__file__).resolve().parents[2]
     )  # run by path: import from the repository
 
-from example_trainer.child_processes.processes import ProcessError
-from example_trainer.child_processes.whole_files import disk_refusal
 from example_trainer.launcher import logs, status
-from example_trainer.launcher.command_line import ROOT, OneLineParser, positive_int
+from example_trainer.launcher.command_line import ROOT, OneLineParser, positive_int, run_command
 from example_trainer.launcher.control import Starter, stop_parts
 from example_trainer.launcher.keys import KEYS_FILE, SERVICE
 from example_trainer.launcher.options import add_run_option, parse
@@ -98,13 +96,12 @@ def show_status(arguments: list[str]) -> int:
     made.add_argument("--json", action="store_true", help="for scripts")
     given = made.parse_args(arguments)
     run = given.run.expanduser().absolute()
-    found = status.collect(run)
-    say(
-        json.dumps(found.to_json(), indent=1)
-        if given.json
-        else status.table(found, run, time.time())
-    )
-    return 0 if found.good else 1
+    state = status.collect(run)
+    if given.json:
+        say(json.dumps(state.to_json(), indent=1))
+    else:
+        say(status.table(state, run, time.time()))
+    return int(not state.good)
 
 
 def stop(arguments: list[str]) -> int:
@@ -114,7 +111,7 @@ def stop(arguments: list[str]) -> int:
         "Stop the stack, or some parts of it: environment, trainer, vLLM, service, in this order.",
     ).parse_args(arguments)
     run = given.run.expanduser().absolute()
-    return 0 if stop_parts(run, chosen(given.parts, Records(run).parts()), say) else 1
+    return int(not stop_parts(run, chosen(given.parts, Records(run).parts()), say))
 
 
 def restart(arguments: list[str]) -> int:
@@ -166,17 +163,7 @@ def main(arguments: list[str]) -> int:
     name, *rest = arguments
     signal.signal(signal.SIGTERM, interrupted)
     try:
-        return COMMANDS[name](rest)
-    except ProcessError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        return 0  # whoever read has enough
-    except OSError as error:
-        if (line := disk_refusal(error)) is None:
-            raise
-        print(f"{name}: {line}", file=sys.stderr)
-        return 1
+        return run_command(name, lambda: COMMANDS[name](rest))
     except KeyboardInterrupt:
         return 130
 

@@ -10,9 +10,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from example_trainer.child_processes.processes import ProcessError
+from example_trainer.child_processes.whole_files import disk_refusal
 from example_trainer.launcher.errors import LauncherError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,12 +31,27 @@ class OneLineParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def run_command(name: str, work: Callable[[], int]) -> int:
+    """Run a command; returns its exit status, and 1 after an error that one line tells."""
+    try:
+        return work()
+    except ProcessError as error:
+        line: str | None = str(error)
+    except BrokenPipeError:
+        return 0  # whoever read has enough
+    except OSError as error:
+        line = disk_refusal(error)
+        if line is None:
+            raise
+    print(f"{name}: {line}", file=sys.stderr)
+    return 1
+
+
 def positive_int(text: str) -> int:
     """An integer of at least 1."""
-    value = int(text) if re.fullmatch(r"[+-]?\d+", text) else 0
-    if value < 1:
+    if not re.fullmatch(r"[+-]?\d+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
+    return int(text)
 
 
 def learning_rate(text: str) -> float:
@@ -57,13 +75,9 @@ def visible_gpus() -> tuple[int, ...]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    found = tuple(int(number) for number in re.findall(r"^GPU (\d+):", listed, re.MULTILINE))
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return found
-    return tuple(
-        int(part) for part in chosen.split(",") if part.strip().isdigit() and int(part) in found
-    )
+    present = re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(present)).split(",")
+    return tuple(int(index) for part in chosen if (index := part.strip()) in present)
 
 
 def check_model(model: str) -> str:

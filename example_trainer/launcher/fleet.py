@@ -133,28 +133,16 @@ def ask_server(url: str, seconds: float = PROBE_SECONDS) -> FleetRow:
     """
     try:
         answer = get_json(f"{url}/weights", seconds)
-        serving = answer["serving"] is True
-        return FleetRow(
-            url,
-            SERVING if serving else REFUSING,
-            _number(answer["weight_version"]),
-            _number(answer["weight_epoch"]),
-            None,
-            "" if serving else str(answer.get("trouble") or ""),
-        )
+        version, epoch = _number(answer["weight_version"]), _number(answer["weight_epoch"])
+        if answer["serving"] is True:
+            return FleetRow(url, SERVING, version, epoch, None, "")
+        reason = str(answer.get("trouble") or "")
+        return FleetRow(url, REFUSING, version, epoch, None, reason)
     except OSError as error:
-        return FleetRow(
-            url, SILENT, None, None, None, f"GET {url}/weights: {getattr(error, 'reason', error)}"
-        )
+        reason = str(getattr(error, "reason", error))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return FleetRow(
-            url,
-            SILENT,
-            None,
-            None,
-            None,
-            f"GET {url}/weights: an answer that cannot be read ({error!r})",
-        )
+        reason = f"an answer that cannot be read ({error!r})"
+    return FleetRow(url, SILENT, None, None, None, f"GET {url}/weights: {reason}")
 
 
 def join(service_url: str, key: str, url: str, seconds: float = PROBE_SECONDS) -> None:
@@ -183,7 +171,7 @@ def look(service_url: str, key: str, urls: Iterable[str]) -> Fleet:
         key: its API key.
         urls: the servers of this run that live.
     """
-    found = published_fleet(service_url, key) if service_url else None
-    return (
-        found if found is not None and found.rows else Fleet(tuple(ask_server(url) for url in urls))
-    )
+    published = published_fleet(service_url, key)
+    if published is not None and published.rows:
+        return published
+    return Fleet(tuple(ask_server(url) for url in urls))

@@ -100,10 +100,9 @@ def gpu_list(text: str) -> tuple[int, ...]:
 
 def port(text: str) -> int:
     """A TCP port, or 0."""
-    value = int(text) if text.isdigit() else -1
-    if not 0 <= value < 65536:
+    if not text.isdecimal() or int(text) >= 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is no TCP port")
-    return value
+    return int(text)
 
 
 def ports(text: str) -> tuple[int, ...]:
@@ -130,52 +129,83 @@ def add_run_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_training(option: Callable[..., None]) -> None:
-    """Add the trainer's options; `option` adds one."""
-    option("steps", "100", "optimizer steps", type=positive_int)
-    option("lr", None, "learning rate", type=learning_rate)
-    option("batch-size", None, "sequences in a micro-batch of the trainer", type=positive_int)
-    option(
-        "restart-interval",
-        "3",
-        "steps between restarts of vLLM, with --bridge restart",
-        type=positive_int,
-    )
+def options_with_values() -> list[tuple[str, str | None, str, Callable[[str], object]]]:
+    """Return name, default, help and type of each option that has a value."""
+    master_port = os.environ.get("MASTER_PORT", "29500")
+    return [
+        (
+            "model",
+            None,
+            "checkpoint folder or Hugging Face name (default: the starter model)",
+            str,
+        ),
+        (
+            "environment",
+            None,
+            "arithmetic, gsm8k, or an environment's file (default: arithmetic for the starter model, else gsm8k)",
+            str,
+        ),
+        (
+            "bridge",
+            "auto",
+            f"how weights reach vLLM: {', '.join(BRIDGES)}; restart: the trainer starts vLLM itself",
+            str,
+        ),
+        (
+            "vllm-servers",
+            "1",
+            "how many vLLM servers: parts vllm, vllm-2, vllm-3, …",
+            positive_int,
+        ),
+        (
+            "vllm-gpus",
+            None,
+            "GPUs of vLLM, such as 0,1, dealt out evenly to its servers: a server's tensor-parallel degree is their number",
+            gpu_list,
+        ),
+        ("trainer-gpus", None, "GPUs of the trainer, such as 2", gpu_list),
+        ("service-port", "8000", "rollout service", port),
+        (
+            "vllm-port",
+            "9001",
+            "vLLM; further servers get the next ones, or name one for each: 9001,9011",
+            ports,
+        ),
+        ("master-port", master_port, "where trainer and vLLM meet", port),
+        ("metrics-port", "0", "the trainer's figures for Prometheus; 0: none", port),
+        ("steps", "100", "optimizer steps", positive_int),
+        ("lr", None, "learning rate", learning_rate),
+        ("batch-size", None, "sequences in a micro-batch of the trainer", positive_int),
+        (
+            "restart-interval",
+            "3",
+            "steps between restarts of vLLM, with --bridge restart",
+            positive_int,
+        ),
+        *(
+            (
+                f"{part}-args",
+                "",
+                f'further flags for the {part}, in quotes: --{part}-args="--flag value"',
+                words,
+            )
+            for part in PARTS
+        ),
+        ("wait", "600", "seconds that vLLM may take to load", positive_int),
+    ]
 
 
-def add_gpus(option: Callable[..., None]) -> None:
-    """Add the options of vLLM servers and GPUs; `option` adds one."""
-    option(
-        "vllm-servers",
-        "1",
-        "how many vLLM servers: parts vllm, vllm-2, vllm-3, …",
-        type=positive_int,
-    )
-    option(
-        "vllm-gpus",
-        None,
-        "GPUs of vLLM, such as 0,1, dealt out evenly to its servers: a server's tensor-parallel degree is their number",
-        type=gpu_list,
-    )
-    option("trainer-gpus", None, "GPUs of the trainer, such as 2", type=gpu_list)
-
-
-def add_ports(option: Callable[..., None]) -> None:
-    """Add the options that name ports; `option` adds one."""
-    option("service-port", "8000", "rollout service", type=port)
-    option(
-        "vllm-port",
-        "9001",
-        "vLLM; further servers get the next ones, or name one for each: 9001,9011",
-        type=ports,
-    )
-    option(
-        "master-port",
-        os.environ.get("MASTER_PORT", "29500"),
-        "where trainer and vLLM meet",
-        type=port,
-    )
-    option("metrics-port", "0", "the trainer's figures for Prometheus; 0: none", type=port)
+SWITCHES = {
+    "cpu": "use no GPU (default where nvidia-smi finds none)",
+    "all-interfaces": "service, vLLM and the trainer's figures can be reached from other machines, with the keys in the run's "
+    "keys.env (default: from this one alone)",
+    "resume": "start again what of this run does not run, with the options of its last start; the trainer goes on from its "
+    "newest checkpoint. With a larger --vllm-servers: further servers join the training that runs",
+    "ray": "an asynchronous run on Ray in the foreground instead, by --config FILE (default: the starter model on this "
+    "machine's cores); --folder and --steps are the only other flags then (docs/async.md)",
+    "no-links": "put no links to the logs into the folder where this is typed",
+}
+"""Options without a value, and their help."""
 
 
 def parser() -> OneLineParser:
@@ -186,13 +216,6 @@ def parser() -> OneLineParser:
         "--vllm-port as LOCKSTEP_VLLM_PORT, and so on.",
         allow_abbrev=False,
     )
-
-    def option(name: str, default: object, help_text: str, **more: Any) -> None:
-        variable = "LOCKSTEP_" + name.upper().replace("-", "_")
-        shown = "" if default is None else f" (default: {default})"
-        value = os.environ.get(variable, default)
-        made.add_argument(f"--{name}", default=value, help=help_text + shown, **more)
-
     made.add_argument(
         "parts",
         nargs="*",
@@ -200,55 +223,14 @@ def parser() -> OneLineParser:
         help=f"which to start: {', '.join(PARTS)}, vllm-2 and so on, {SERVERS} for every vLLM server (default: all)",
     )
     add_run_option(made)
-    option("model", None, "checkpoint folder or Hugging Face name (default: the starter model)")
-    option(
-        "environment",
-        None,
-        "arithmetic, gsm8k, or an environment's file (default: arithmetic for the starter model, else gsm8k)",
-    )
-    option(
-        "bridge",
-        "auto",
-        f"how weights reach vLLM: {', '.join(BRIDGES)}; restart: the trainer starts vLLM itself",
-    )
-    add_gpus(option)
-    made.add_argument(
-        "--cpu", action="store_true", help="use no GPU (default where nvidia-smi finds none)"
-    )
-    add_ports(option)
-    made.add_argument(
-        "--all-interfaces",
-        action="store_true",
-        default=os.environ.get("LOCKSTEP_ALL_INTERFACES") == "1",
-        help="service, vLLM and the trainer's figures can be reached from other machines, with the keys in the run's keys.env "
-        "(default: from this one alone)",
-    )
-    add_training(option)
-    for part in PARTS:
-        option(
-            f"{part}-args",
-            "",
-            f'further flags for the {part}, in quotes: --{part}-args="--flag value"',
-            type=words,
-        )
-    option("wait", "600", "seconds that vLLM may take to load", type=positive_int)
-    made.add_argument(
-        "--resume",
-        action="store_true",
-        help="start again what of this run does not run, with the options of its last start; the trainer goes on from its "
-        "newest checkpoint. With a larger --vllm-servers: further servers join the training that runs",
-    )
-    made.add_argument(
-        "--ray",
-        action="store_true",
-        help="an asynchronous run on Ray in the foreground instead, by --config FILE (default: the starter model on this "
-        "machine's cores); --folder and --steps are the only other flags then (docs/async.md)",
-    )
-    made.add_argument(
-        "--no-links",
-        action="store_true",
-        help="put no links to the logs into the folder where this is typed",
-    )
+    for name, default, description, read in options_with_values():
+        if default is not None:
+            description += f" (default: {default})"
+        value = os.environ.get("LOCKSTEP_" + name.upper().replace("-", "_"), default)
+        made.add_argument(f"--{name}", default=value, help=description, type=read)
+    for name, description in SWITCHES.items():
+        made.add_argument(f"--{name}", action="store_true", help=description)
+    made.set_defaults(all_interfaces=os.environ.get("LOCKSTEP_ALL_INTERFACES") == "1")
     return made
 
 
@@ -266,18 +248,17 @@ def parse(arguments: Sequence[str]) -> StackOptions:
     if given.bridge not in BRIDGES:
         raise LauncherError(f"--bridge {given.bridge}: give one of {', '.join(BRIDGES)}")
     model = check_model(given.model or str(STARTER_MODEL))
-    environment = given.environment or ("arithmetic" if Path(model) == STARTER_MODEL else "gsm8k")
-    if environment not in ENVIRONMENTS and not Path(environment).is_file():
-        raise LauncherError(
-            f"--environment {environment}: give {' or '.join(ENVIRONMENTS)}, or the path of an environment's file"
-        )
+    environment = check_environment(given.environment, model)
     for part in PARTS:
         refuse_keys(part, getattr(given, f"{part}_args"))
     check_servers(given.vllm_servers, given.bridge)
+    visible: tuple[int, ...] = ()
+    if not given.cpu:
+        visible = visible_gpus()
     vllm_gpus, trainer_gpus = choose_gpus(
         given.vllm_gpus,
         given.trainer_gpus,
-        () if given.cpu else visible_gpus(),
+        visible,
         given.cpu,
         given.vllm_servers,
         degrees(given.vllm_args),
@@ -293,9 +274,7 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         run=given.run.expanduser().absolute(),
         parts=parts,
         model=model,
-        environment=environment
-        if environment in ENVIRONMENTS
-        else str(Path(environment).resolve()),
+        environment=environment,
         bridge=given.bridge,
         vllm_gpus=vllm_gpus,
         trainer_gpus=trainer_gpus,
@@ -314,6 +293,27 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         wait=float(given.wait),
         links=not given.no_links,
         all_interfaces=given.all_interfaces,
+    )
+
+
+def check_environment(name: str | None, model: str) -> str:
+    """The environment as the processes shall get it: one of ENVIRONMENTS, or the absolute path of a
+    file.
+
+    Args:
+        name: as it was given; None for the one that suits the model.
+
+    Raises:
+        LauncherError: there is no such environment.
+    """
+    if not name:
+        return {str(STARTER_MODEL): "arithmetic"}.get(model, "gsm8k")
+    if name in ENVIRONMENTS:
+        return name
+    if Path(name).is_file():
+        return str(Path(name).resolve())
+    raise LauncherError(
+        f"--environment {name}: give {' or '.join(ENVIRONMENTS)}, or the path of an environment's file"
     )
 
 

@@ -54,6 +54,16 @@ class Command:
         return " ".join([*variables, shlex.join(self.arguments)])
 
 
+def script(commands: Sequence[Command], keys: Path | None = None) -> str:
+    """Return the commands as a person could type them; `keys` is a file to read in each terminal."""
+    lines = [f"cd {shlex.quote(str(ROOT))}"]
+    if keys is not None:
+        lines.append(f". {shlex.quote(str(keys))}  # in each terminal")
+    for command in commands:
+        lines.append(f"\n# {command.name}, in a terminal of its own\n{command.typed()}")
+    return "\n".join(lines) + "\n"
+
+
 def flags(**values: Value) -> list[str]:
     """Write values as flags: `seq_len=512` as `--seq-len 512`, True as the flag alone, each entry
     of a sequence with the flag.
@@ -61,16 +71,22 @@ def flags(**values: Value) -> list[str]:
     A value that begins with a dash is joined to its flag by `=`: the program would take it for a
     flag.
     """
-    found: list[str] = []
+    words: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
+        if value is None or value is False:
+            continue
         if value is True:
-            found.append(flag)
-        elif value is not None and value is not False:
-            entries = [str(value)] if isinstance(value, str | int | float | Path) else value
-            for entry in entries:
-                found += [f"{flag}={entry}"] if entry.startswith("-") else [flag, entry]
-    return found
+            words.append(flag)
+            continue
+        if isinstance(value, str | int | float | Path):
+            value = [str(value)]
+        for entry in value:
+            if entry.startswith("-"):
+                words.append(f"{flag}={entry}")
+            else:
+                words += [flag, entry]
+    return words
 
 
 def service(host: str, port: int, *, python: str = sys.executable, **options: Value) -> list[str]:
@@ -126,13 +142,13 @@ def environment(
     """Return the command of an environment; `settings` are fields of its configuration (`--env.…`)."""
     words = [python, "-u", environment_file(name), action, "--env.rollout_server_url", service_url]
     words += ["--openai.base_url", ",".join(vllm_urls), "--openai.server_type", "vllm"]
-    words += ["--follow_fleet"] if follow_fleet else []
+    if follow_fleet:
+        words.append("--follow_fleet")
     for field, value in settings.items():
+        if isinstance(value, bool):
+            value = str(value).lower()
         if value is not None:
-            words += [
-                f"--env.{field}",
-                str(value).lower() if isinstance(value, bool) else str(value),
-            ]
+            words += [f"--env.{field}", str(value)]
     return words
 
 
@@ -148,7 +164,8 @@ def trainer(
     the flags of the bridge.
     """
     words = [python, "-u", "example_trainer/grpo.py", *flags(model_name=model)]
-    words += BRIDGE_FLAGS[bridge] if bridge else ()
+    if bridge is not None:
+        words += BRIDGE_FLAGS[bridge]
     return [*words, *flags(atropos_url=service_url, **options)]
 
 
@@ -196,7 +213,7 @@ def bridge_variables(rendezvous_port: int, folder: Path, shared: bool) -> dict[s
         shared: the trainer sends weights into the server's memory.
     """
     variables = {
-        "VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else "0",
+        "VLLM_ENABLE_SHARED_WEIGHTS": str(int(shared)),
         "NUM_INFERENCE_NODES": "0",
         "LOGDIR": str(folder),
     }

@@ -4,12 +4,10 @@ filled in.
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from example_trainer.launcher import roles
-from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.gpus import degrees
 from example_trainer.launcher.keys import KEYS_FILE
@@ -63,10 +61,10 @@ class Stack:
         """Where a part listens, or the vLLM server that the trainer owns; 0 if nowhere."""
         number = server_number(part)
         if self.options.bridge == "restart":
-            number = 0 if part == "trainer" else None
+            number = {"trainer": 0}.get(part)
         if number is not None:
             return self.options.vllm_ports[number]
-        return self.options.service_port if part == "service" else 0
+        return {"service": self.options.service_port}.get(part, 0)
 
     def ports(self) -> dict[int, str]:
         """Every port that will be needed, and what for.
@@ -134,19 +132,17 @@ class Stack:
     def _vllm_flags(self) -> list[str]:
         options, size = self.options, degrees(self.options.vllm_args)
         gpus = len(options.gpus_of(0)) // size.data
-        beside_trainer = options.bridge != "restart" and bool(
-            set(options.vllm_gpus) & set(options.trainer_gpus)
-        )
-        found = roles.vllm_flags(
-            options.host,
-            bool(options.vllm_gpus),
-            tensor_parallel_size=gpus if gpus > 1 and size.tensor is None else None,
-            gpu_memory_utilization=roles.GPU_SHARE_BESIDE_TRAINER if beside_trainer else None,
-            enable_lora=options.bridge == "lora",
-            max_model_len=MAX_MODEL_LENGTH if options.small else None,
-            max_num_seqs=MAX_SEQUENCES if options.small else None,
-        )
-        return [*found, *options.vllm_args]
+        sizes: dict[str, roles.Value] = {}
+        if options.small:
+            sizes = {"max_model_len": MAX_MODEL_LENGTH, "max_num_seqs": MAX_SEQUENCES}
+        if gpus > 1 and size.tensor is None:
+            sizes["tensor_parallel_size"] = gpus
+        if options.bridge != "restart" and set(options.vllm_gpus) & set(options.trainer_gpus):
+            sizes["gpu_memory_utilization"] = roles.GPU_SHARE_BESIDE_TRAINER
+        sizes["enable_lora"] = options.bridge == "lora"
+        on_gpu = bool(options.vllm_gpus)
+        words = roles.vllm_flags(options.host, on_gpu, None, False, **sizes)
+        return [*words, *options.vllm_args]
 
     def vllm(self, server: int = 0) -> Command:
         """An inference server, counted from 0."""
@@ -159,13 +155,15 @@ class Stack:
 
     def environment(self) -> Command:
         """The environment, which waits for the others by itself."""
-        options = self.options
+        options, settings = self.options, dict[str, roles.Value]()
+        if options.small:
+            settings |= SMALL_SETTINGS
         words = roles.environment(
             options.environment,
             self.service_url,
             [self.vllm_url(server) for server in range(options.servers)],
             follow_fleet=options.servers > 1,  # A server that joins later gets requests too.
-            settings=SMALL_SETTINGS if options.small else {},
+            settings=settings,
         )
         words += options.environment_args
         return Command(
@@ -191,39 +189,40 @@ class Stack:
         """Return learning rate and shape of a batch: as given, or those that suit the starter
         model.
         """
-        lr, batch_size = self.options.lr, self.options.batch_size
+        chosen = {"lr": self.options.lr, "batch_size": self.options.batch_size}
+        sizes: dict[str, roles.Value] = {k: v for k, v in chosen.items() if v is not None}
         if not self.options.small:
-            return {"lr": lr, "batch_size": batch_size}
-        batch_size = batch_size or MICRO_BATCH
+            return sizes
+        micro_batch = self.options.batch_size or MICRO_BATCH
         return {
-            "lr": LEARNING_RATES["arithmetic"] if lr is None else lr,
+            "lr": LEARNING_RATES["arithmetic"],
             "lr_schedule": "cosine",
-            "batch_size": batch_size,
-            "gradient_accumulation_steps": max(1, SMALL_BATCH.rollouts // batch_size),
+            "batch_size": micro_batch,
+            "gradient_accumulation_steps": max(1, SMALL_BATCH.rollouts // micro_batch),
             "seq_len": MAX_MODEL_LENGTH,
+            **sizes,
         }
 
     def trainer(self) -> Command:
         """The trainer, which starts one process for each of its GPUs."""
         options = self.options
-        several = (
-            ",".join(f"localhost:{port}" for port in options.vllm_ports)
-            if options.servers > 1
-            else None
-        )
+        reached: dict[str, roles.Value] = {"vllm_port": options.vllm_port}
+        if options.servers > 1:
+            addresses = [f"localhost:{port}" for port in options.vllm_ports]
+            reached = {"vllm_servers": ",".join(addresses)}
+        if options.metrics_port:
+            reached |= {"metrics_port": options.metrics_port, "metrics_host": options.host}
+        if options.resume:
+            reached["resume"] = "auto"
         words = roles.trainer(
             options.model,
             options.bridge,
             self.service_url,
             {
-                "vllm_servers": several,
-                "vllm_port": None if several else options.vllm_port,
+                **reached,
                 "training_steps": options.steps,
                 "log_dir": options.run / "trainer",
                 "save_path": options.run / "checkpoints",
-                "resume": "auto" if options.resume else None,
-                "metrics_port": options.metrics_port or None,
-                "metrics_host": options.host if options.metrics_port else None,
                 **self._owned_server(),
                 **self._sizes(),
             },
@@ -241,8 +240,4 @@ class Stack:
     def script(self) -> str:
         """The commands as a person could type them, for a file in the run's folder."""
         commands = [self.command(part) for part in self.options.parts]
-        lines = [
-            f"# {command.name}, in a terminal of its own\n{command.typed()}" for command in commands
-        ]
-        keys = f". {shlex.quote(str(self.options.run / KEYS_FILE))}  # in each terminal"
-        return f"cd {shlex.quote(str(ROOT))}\n{keys}\n\n" + "\n\n".join(lines) + "\n"
+        return roles.script(commands, self.options.run / KEYS_FILE)

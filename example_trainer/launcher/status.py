@@ -86,32 +86,33 @@ def collect(run: Path) -> Status:
     ports = {record.part: record.port for record in found if record.keeper.is_alive()}
     rows = [look_at(record, records) for record in found]
     servers = [port for part, port in ports.items() if kind_of(part) == "vllm"]
-    vllm = servers[0] if servers else ports.get("trainer")
-    key = read_keys(run).get(SERVICE, "")
-    service = f"http://localhost:{ports['service']}" if "service" in ports else ""
+    key, service, queue, page = read_keys(run).get(SERVICE, ""), "", None, ""
+    if "service" in ports:
+        service = f"http://localhost:{ports['service']}"
+        queue, page = queue_size(service, key), f"{service}/ui"
     return Status(
         rows=rows,
-        served=served_version(vllm) if vllm else None,
+        served=served_version([*servers, ports.get("trainer", 0)][0]),
         step=last_step(run / "trainer" / "metrics.jsonl"),
-        queue=queue_size(ports["service"], key) if "service" in ports else None,
+        queue=queue,
         fleet=look(service, key, [f"http://localhost:{port}" for port in servers]),
-        page=f"{service}/ui" if service else "",
+        page=page,
     )
 
 
 def look_at(record: Record, records: Records) -> PartStatus:
     """The row of one part."""
     log, since = Path(record.log), record.since
-    alive, ended = record.keeper.is_alive(), records.exit_of(record.part)
-    if alive:
-        state, detail = "up", health(record)
+    ended, pid, good = records.exit_of(record.part), 0, False
+    if record.keeper.is_alive():
+        state, detail, pid = "up", health(record), record.keeper.pid
         good = detail in ("", "healthy")
     elif ended is None:
-        state, detail, good = "down", "was killed, or the machine was restarted", False
+        state, detail = "down", "was killed, or the machine was restarted"
     else:
-        good = record.may_finish and ended.code == 0
-        state, detail, since = "finished" if good else "down", describe_exit(ended.code), ended.at
-    pid = record.keeper.pid if alive else 0
+        state, detail, since = "down", describe_exit(ended.code), ended.at
+        if record.may_finish and ended.code == 0:
+            state, good = "finished", True
     return PartStatus(
         record.part, state, detail, good, pid, since, record.port, record.log, last_error(log)
     )
@@ -126,22 +127,22 @@ def health(record: Record) -> str:
 
 
 def served_version(port: int) -> int | None:
-    """The weight version on vLLM's metrics page."""
+    """The weight version on vLLM's metrics page; None if there is none, or for port 0."""
     try:
         with opener.open(f"http://localhost:{port}/metrics", timeout=PROBE_SECONDS) as answer:
             lines = answer.read().decode(errors="replace").splitlines()
     except OSError:
         return None
-    found = [
-        line.rpartition(" ")[2] for line in lines if line.startswith("lockstep_weight_version")
-    ]
-    return int(float(found[0])) if found else None
+    for line in lines:
+        if line.startswith("lockstep_weight_version"):
+            return int(float(line.rpartition(" ")[2]))
+    return None
 
 
-def queue_size(port: int, key: str) -> int | None:
+def queue_size(service: str, key: str) -> int | None:
     """Groups that wait in the rollout service."""
     try:
-        return int(get_json(f"http://localhost:{port}/status", PROBE_SECONDS, key)["queue_size"])
+        return int(get_json(f"{service}/status", PROBE_SECONDS, key)["queue_size"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -158,26 +159,29 @@ def last_step(metrics: Path) -> int | None:
 
 def last_error(log: Path) -> str:
     """The last line of a log that names an error, within its last megabyte."""
-    lines = [
-        line
-        for line in tail(log, lines=100_000, columns=160, size=1 << 20)
-        if ERROR_LINE.search(line)
-    ]
-    lines = [line for line in lines if "ulimit -n" not in line]  # vLLM's advice at every start
-    return lines[-1].strip() if lines else ""
+    for line in reversed(tail(log, lines=100_000, columns=160, size=1 << 20)):
+        # vLLM advises about `ulimit -n` at every start.
+        if ERROR_LINE.search(line) and "ulimit -n" not in line:
+            return line.strip()
+    return ""
 
 
 def clock(at: float, now: float) -> str:
     """`14:03:11 (5 min)`."""
-    minutes = (now - at) / 60
-    ago = (
-        f"{now - at:.0f} s"
-        if minutes < 2
-        else f"{minutes:.0f} min"
-        if minutes < 120
-        else f"{minutes / 60:.1f} h"
-    )
-    return f"{time.strftime('%H:%M:%S' if minutes < 12 * 60 else '%m-%d %H:%M', time.localtime(at))} ({ago})"
+    seconds, form = now - at, "%H:%M:%S"
+    if seconds >= 12 * 3600:
+        form = "%m-%d %H:%M"
+    ago = f"{seconds / 3600:.1f} h"
+    if seconds < 120:
+        ago = f"{seconds:.0f} s"
+    elif seconds < 7200:
+        ago = f"{seconds / 60:.0f} min"
+    return f"{time.strftime(form, time.localtime(at))} ({ago})"
+
+
+def shown(value: object, missing: str, unit: str = "") -> str:
+    """A value with its unit, or the words for one that is not known."""
+    return missing if value is None else f"{value}{unit}"
 
 
 def table(status: Status, run: Path, now: float) -> str:
@@ -198,9 +202,8 @@ def table(status: Status, run: Path, now: float) -> str:
             )
         )
     lines = columns(rows)
-    served = "unknown" if status.served is None else str(status.served)
-    step = "none yet" if status.step is None else str(status.step)
-    queue = "unknown" if status.queue is None else f"{status.queue} groups"
+    served = shown(status.served, "unknown")
+    step, queue = shown(status.step, "none yet"), shown(status.queue, "unknown", " groups")
     lines += fleet_table(status.fleet, now)
     lines += [
         "",
@@ -219,23 +222,19 @@ def fleet_table(fleet: Fleet, now: float) -> list[str]:
     """What a person reads of the servers; nothing if there are none."""
     if not fleet.rows:
         return []
-    said = (
-        "the servers say"
-        if fleet.published is None
-        else f"the trainer said at {clock(fleet.published, now)}"
-    )
+    source = "the servers say"
+    if fleet.published is not None:
+        source = f"the trainer said at {clock(fleet.published, now)}"
     rows = [("server", "standing", "version", "epoch", "since", "reason")]
     for row in fleet.rows:
-        numbers = (
-            "-" if number is None else str(number)
-            for number in (row.weight_version, row.weight_epoch)
-        )
-        version, epoch = numbers
-        since = "-" if row.since is None else clock(row.since, now)
+        version, epoch = shown(row.weight_version, "-"), shown(row.weight_epoch, "-")
+        since = "-"
+        if row.since is not None:
+            since = clock(row.since, now)
         rows.append((row.url, row.standing, version, epoch, since, row.reason or "-"))
     return [
         "",
-        f"the fleet, as {said}:",
+        f"the fleet, as {source}:",
         *columns(rows),
         *(f"{url} is wanted and has not joined yet" for url in fleet.wanted),
     ]

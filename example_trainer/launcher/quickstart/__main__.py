@@ -16,7 +16,7 @@ if not __package__:
     )  # run by path: import from the repository
 
 from example_trainer.child_processes.processes import ProcessError
-from example_trainer.child_processes.whole_files import disk_refusal
+from example_trainer.launcher.command_line import run_command
 from example_trainer.launcher.quickstart.options import parse
 
 if TYPE_CHECKING:
@@ -45,20 +45,15 @@ def guarded(quickstart: Quickstart) -> int:
     """Run it, and turn its end into a last line and an exit status."""
     from example_trainer.launcher.quickstart.run import Interrupted
 
-    try:
+    def work() -> int:
         quickstart.run()
-    except ProcessError as error:
-        print(f"quickstart: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if (line := disk_refusal(error)) is None:
-            raise
-        print(f"quickstart: {line}", file=sys.stderr)
-        return 1
+        return 0
+
+    try:
+        return run_command("quickstart", work)
     except Interrupted as interruption:
         print(f"quickstart: {interruption}: stopped, nothing is left running", file=sys.stderr)
         return 128 + interruption.number
-    return 0
 
 
 if __name__ == "__main__":

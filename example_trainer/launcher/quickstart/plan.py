@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from example_trainer.launcher import roles
-from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.quickstart.options import Options
 from example_trainer.launcher.roles import Command
 from example_trainer.launcher.starter_models import (
@@ -25,6 +23,10 @@ KEEPS_EQUAL_SCORES = frozenset({"arithmetic"})
 task is nearly solved most groups are such, and to replace them took more sampling than all the
 rest. The calculator's model begins with next to nothing right, and would have batches with nothing
 to learn from."""
+
+
+GPU_SHARES = {"single-copy": roles.GPU_SHARE_BESIDE_TRAINER, "broadcast": 0.85}
+"""How weights travel -> part of its GPU's memory that vLLM takes."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,10 @@ class Plan:
         """The groups that were trained on, JSON lines."""
         return self.options.output / "environment" / "rollouts.jsonl"
 
-    def _variables(self, gpu: int | None, threads: int) -> dict[str, str]:
+    def _variables(self, gpus: tuple[int, ...], threads: int) -> dict[str, str]:
         """Return the variables of a process that computes."""
         found = roles.bridge_variables(self.ports.rendezvous, self.logs, shared=True)
-        return found | roles.device_variables(() if gpu is None else (gpu,), threads)
+        return found | roles.device_variables(gpus, threads)
 
     def service(self) -> Command:
         """The rollout service."""
@@ -106,12 +108,10 @@ class Plan:
         options, share = self.options, None
         # Half of the cores: a small model's steps cost more processor time on several threads than
         # on one, and the trainer and the processes between them need some too.
-        variables = self._variables(
-            options.gpus[0] if options.gpus else None, max(1, roles.cores() // 2)
-        )
+        variables = self._variables(options.gpus[:1], max(1, roles.cores() // 2))
         variables["VLLM_NO_USAGE_STATS"] = "1"
         if options.gpus:
-            share = roles.GPU_SHARE_BESIDE_TRAINER if options.bridge == "single-copy" else 0.85
+            share = GPU_SHARES[options.bridge]
         else:
             variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
         server = roles.vllm_flags(
@@ -152,9 +152,7 @@ class Plan:
             steps_per_eval=0,
             max_batches_offpolicy=BATCHES_AHEAD,
             max_num_workers_per_node=self.batch.groups_in_work,
-            ensure_scores_are_not_same=False
-            if self.options.environment in KEEPS_EQUAL_SCORES
-            else None,
+            ensure_scores_are_not_same=self.options.environment not in KEEPS_EQUAL_SCORES,
             metrics_path=self.environment_metrics,
             data_path_to_save_groups=self.rollouts,
         )
@@ -193,17 +191,13 @@ class Plan:
                 "checkpoint_interval": 0,
             },
         )
-        gpu = None
-        if options.gpus:
-            gpu = options.gpus[1 if options.bridge == "broadcast" else 0]
+        gpus = options.gpus[:1]
+        if options.bridge == "broadcast":
+            gpus = options.gpus[1:2]
         return Command(
-            "trainer", tuple(words), self._variables(gpu, roles.cores()), "trainer.log", grace=20.0
+            "trainer", tuple(words), self._variables(gpus, roles.cores()), "trainer.log", grace=20.0
         )
 
     def script(self) -> str:
         """The run as a person could type it, for a file beside the logs."""
-        commands = [self.service(), self.vllm(), self.environment(), self.trainer()]
-        lines = [
-            f"# {command.name}, in a terminal of its own\n{command.typed()}" for command in commands
-        ]
-        return f"cd {shlex.quote(str(ROOT))}\n\n" + "\n\n".join(lines) + "\n"
+        return roles.script([self.service(), self.vllm(), self.environment(), self.trainer()])

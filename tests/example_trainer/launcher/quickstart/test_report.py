@@ -324,7 +324,7 @@ def test_the_stack_shares_the_cores_and_keeps_groups_of_equal_scores_where_a_tas
     assert (sampling, training) == (max(1, cores() // 2), cores())
     assert "--env.ensure_scores_are_not_same false" in plan.environment().typed()
     other = replace(plan, options=replace(plan.options, environment="calculator"))
-    assert "ensure_scores_are_not_same" not in other.environment().typed()
+    assert "--env.ensure_scores_are_not_same true" in other.environment().typed()
 
 
 @pytest.mark.parametrize("environment", sorted(LEVELS))
