@@ -359,10 +359,12 @@ OTHER_PROGRAMS_FLAGS = {
 def test_flags_in_the_readmes_exist() -> None:
     from atroposlib.cli.run_api import ApiOptions
     from example_trainer.config import TrainerConfig
+    from example_trainer.launcher.options import SWITCHES, options_with_values
 
+    stack = (*SWITCHES, *(name for name, *_ in options_with_values()))
     known = {
         "--" + name.replace("_", "-")
-        for name in (*TrainerConfig.model_fields, *ApiOptions.model_fields)
+        for name in (*TrainerConfig.model_fields, *ApiOptions.model_fields, *stack)
     } | OTHER_PROGRAMS_FLAGS
     for path in (path for folder in CODE if folder != "tests" for path in sources(folder)):
         text = path.read_text(encoding="utf-8")

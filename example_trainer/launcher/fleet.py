@@ -1,5 +1,5 @@
-"""What the vLLM servers of a run serve: as the trainer publishes it at the rollout service, or as
-they say themselves.
+"""The fleet of a run: the weights that each vLLM server serves, as the trainer publishes them at the
+rollout service, or as each server answers.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def _number(value: Any) -> int | None:
 
 
 def ask_server(url: str, seconds: float = PROBE_SECONDS) -> FleetRow:
-    """What a server says of itself (GET /weights, which needs no key).
+    """Return what a server answers to GET /weights, which needs no key.
 
-    Never raises: who does not answer is `silent`.
+    Never raises: a server that does not answer is `silent`.
     """
     try:
         answer = get_json(f"{url}/weights", seconds)

@@ -65,7 +65,7 @@ class StackOptions:
 
     @property
     def servers(self) -> int:
-        """How many vLLM servers the stack has."""
+        """Number of vLLM servers."""
         return len(self.vllm_ports)
 
     @property
@@ -85,7 +85,7 @@ class StackOptions:
 
     @property
     def small(self) -> bool:
-        """Whether this is the starter model, for which small sizes are right."""
+        """True for the starter model, for which small sizes are right."""
         return Path(self.model) == STARTER_MODEL
 
 

@@ -30,7 +30,7 @@ BRIDGE_FLAGS = {
     "restart": ("--weight-bridge-mode", "none"),
     "none": ("--weight-bridge-mode", "none", "--vllm-restart-interval", "0"),
 }
-"""How weights reach vLLM -> the trainer's flags."""
+"""Bridge -> the trainer's flags."""
 GPU_SHARE_BESIDE_TRAINER = 0.45
 """Part of a GPU's memory that vLLM takes where the trainer runs on the same GPU."""
 

@@ -52,7 +52,7 @@ class Stack:
         return f"http://localhost:{self.options.vllm_ports[server]}"
 
     def command(self, part: str) -> Command:
-        """What starts a part."""
+        """The command that starts a part."""
         number = server_number(part)
         made: Command = getattr(self, part)() if number is None else self.vllm(number)
         return made

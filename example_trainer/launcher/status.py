@@ -185,7 +185,7 @@ def shown(value: object, missing: str, unit: str = "") -> str:
 
 
 def table(status: Status, run: Path, now: float) -> str:
-    """What a person reads."""
+    """Return the status as a table for a person."""
     if not status.rows:
         return f"nothing is started in {run}"
     head = ("part", "state", "since", "process", "port", "health")
@@ -219,7 +219,7 @@ def table(status: Status, run: Path, now: float) -> str:
 
 
 def fleet_table(fleet: Fleet, now: float) -> list[str]:
-    """What a person reads of the servers; nothing if there are none."""
+    """Return the table of the servers; nothing if there are none."""
     if not fleet.rows:
         return []
     source = "the servers say"

@@ -26,7 +26,7 @@ to learn from."""
 
 
 GPU_SHARES = {"single-copy": roles.GPU_SHARE_BESIDE_TRAINER, "broadcast": 0.85}
-"""How weights travel -> part of its GPU's memory that vLLM takes."""
+"""Bridge -> part of its GPU's memory that vLLM takes."""
 
 
 @dataclass(frozen=True)
