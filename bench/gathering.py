@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             ).returncode
         if ended:
             raise BenchError(f"{ranks} ranks ended with status {ended}:\n{tail(log)}")
-        rows.append(json.loads(result.read_text(encoding="utf-8")))
+        rows.append({**json.loads(result.read_text(encoding="utf-8")), "measured": measured()})
         result.unlink()
     return {"measured": measured(), "machine": describe(), "shape": args.shape, "rows": rows}
 
