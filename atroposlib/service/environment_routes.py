@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -123,7 +124,8 @@ async def status_env(request: Request, service: Service) -> Response:
 async def scored_data(request: Request, service: Service, reader: Reader) -> Response:
     """Post one group."""
     (receipt,) = await post(service, reader, await request.body(), many=False)
-    return answer(_receipt(receipt))
+    fields = asdict(receipt)
+    return answer({name: value for name, value in fields.items() if value is not None})
 
 
 @router.post("/scored_data_list", **takes(ScoredData, many=True))
@@ -192,12 +194,3 @@ async def post(
     except (InvalidRequestError, QueueError, StoreError) as refusal:
         service.queue.refusals.note_refusal(str(refusal))
         raise
-
-
-def _receipt(receipt: Receipt) -> dict[str, Any]:
-    result: dict[str, Any] = {"status": receipt.status}
-    if receipt.buffer_size is not None:
-        result["buffer_size"] = receipt.buffer_size
-    if receipt.reason is not None:
-        result["reason"] = receipt.reason
-    return result

@@ -171,10 +171,12 @@ class Registry:
             now: seconds of the queue's clock.
             first_of_run: environments with a lower id belong to a run that has ended.
         """
-        known = [self.by_id[env_id] for env_id in self.last_seen if self.by_id[env_id].connected]
+        connected = [
+            self.by_id[env_id] for env_id in self.last_seen if self.by_id[env_id].connected
+        ]
         return [
             one
-            for one in known
+            for one in connected
             if one.env_id >= first_of_run
             or now - self.posted.get(one.env_id, -math.inf) <= self.limits.silent_after
         ]

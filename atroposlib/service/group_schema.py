@@ -43,7 +43,7 @@ from atroposlib.wire.sampling_parameters import CONSTRAINED, NEUTRAL
 logger = logging.getLogger(__name__)
 
 SIGN_BYTE = 3 if sys.byteorder == "little" else 0
-"""Of the four of a 32-bit integer."""
+"""Index of the byte of a 32-bit integer that has its sign."""
 WITHOUT_SIGN = bytes(range(128))
 DEEPEST = 100
 """Levels of lists and objects within a field of free form. The JSON readers of clients stop between
@@ -51,7 +51,7 @@ DEEPEST = 100
 MAX_FINISH_REASON = 64
 """Characters of a finish reason."""
 PARAMETERS = ("temperature", *NEUTRAL, CONSTRAINED, "max_tokens", "tokens")
-"""What is read of an entry of sampling_params."""
+"""Names that the service reads in an entry of sampling_params."""
 
 
 @with_config(ConfigDict(extra="allow"))

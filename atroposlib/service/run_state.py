@@ -170,11 +170,6 @@ def _remember(table: dict[int, Any], epoch: int, value: Any) -> None:
         del table[next(iter(table))]
 
 
-def read_sessions(pairs: Sequence[Sequence[int]] | None) -> list[TrainerSession]:
-    """Read trainers from JSON: [epoch, starting step] of each."""
-    return [TrainerSession(epoch, start) for epoch, start in pairs or ()]
-
-
 @dataclass(slots=True)
 class Stream:
     """Items of one environment."""

@@ -506,13 +506,13 @@ class TrainerActivity:
         self._next.set()
         self._next = asyncio.Event()
 
-    async def wait_for_change(self, known: int, seconds: float) -> None:
-        """Wait until the count differs from `known`, for at most so many seconds.
+    async def wait_for_change(self, number: int, seconds: float) -> None:
+        """Wait until the count differs from `number`, for at most so many seconds.
 
         A count from before a restart of the service may equal the present one by chance. Then the
         wait lasts `seconds`.
         """
-        if known != self.number:
+        if number != self.number:
             return
         try:
             async with asyncio.timeout(seconds):

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from atroposlib.service.answers import Service, answer, query_int, refuse, takes
 from atroposlib.service.fleet import FleetStatus
 from atroposlib.service.records import NotRegisteredError, Registration
-from atroposlib.service.run_state import FIRST_EPOCHS, read_sessions
+from atroposlib.service.run_state import FIRST_EPOCHS
 from atroposlib.service.schemas import (
     AckBatch,
     BatchReport,
@@ -27,6 +27,7 @@ from atroposlib.service.schemas import (
 )
 from atroposlib.service.service import RolloutService
 from atroposlib.web.middleware import GZIP_FROM, accepts_gzip, compress
+from atroposlib.wire.weight_lineage import TrainerSession
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ async def register(request: Request, service: Service) -> Response:
     A later registration takes over, with the batches that were not acknowledged yet.
     """
     body = read(RegisterTrainer, await request.body())
-    sessions = read_sessions(body.lives)
+    sessions = [TrainerSession(epoch, start) for epoch, start in body.lives or ()]
     _check_epochs(service, "weight_epoch", [body.weight_epoch])
     _check_epochs(service, "lives", [session.epoch for session in sessions])
     registration = Registration(uuid=secrets.randbits(52), **body.model_dump(exclude={"lives"}))

@@ -53,9 +53,9 @@ def harmless(text: str, special: Iterable[str] = ()) -> str:
         text: what a model or a data set wrote.
         special: further special tokens, if the server's tokenizer is known.
     """
-    text = SPELLED.sub(lambda found: f"{found[0]} ", text)
+    text = SPELLED.sub(lambda token: f"{token[0]} ", text)
     pattern = _anywhere(special)
-    return pattern.sub(lambda found: f"{found[0]} ", text) if pattern else text
+    return pattern.sub(lambda token: f"{token[0]} ", text) if pattern else text
 
 
 class ControlTokens:

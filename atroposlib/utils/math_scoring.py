@@ -1,4 +1,4 @@
-"""Whether a mathematical answer equals the expected one, by math_verify over latex2sympy2_extended.
+"""Compare a mathematical answer with the expected one, by math_verify over latex2sympy2_extended.
 
 Plain numbers and equal texts are compared here. Everything else goes to math_verify, which guards
 against endless simplification with SIGALRM. That only works in a process's main thread, and
@@ -161,14 +161,14 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
         )
     ]
     try:
-        expected, given = (
+        expected, parsed = (
             parse(rf"\boxed{{{_content(text)}}}", reading, parsing_timeout=PARSE_SECONDS)
             for text in (gold, answer)
         )
         return (
             bool(expected)
-            and bool(given)
-            and bool(verify(expected, given, timeout_seconds=PARSE_SECONDS))
+            and bool(parsed)
+            and bool(verify(expected, parsed, timeout_seconds=PARSE_SECONDS))
         )
     except Exception as error:  # noqa: BLE001  # the parser and SymPy raise anything over what a model wrote
         logger.debug("%.120r could not be compared with %.120r: %s", answer, gold, error)

@@ -107,7 +107,7 @@ def disk_refusal(error: BaseException) -> str | None:
 
 
 MAX_KEPT_BYTES = 64 << 20
-"""Of lines that wait in memory for space on the disk."""
+"""Bytes of lines that wait in memory for space on the disk."""
 
 
 class KeptLines:

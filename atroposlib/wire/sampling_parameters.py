@@ -15,5 +15,5 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
 for so many tokens."""
 
 CONSTRAINED = "constrained"
-"""How many fields of another kind the request had that may: a grammar, biases, whatever the
+"""Number of other fields of the request that may change the distribution: a grammar, biases, whatever the
 environment's side does not know to be harmless."""
