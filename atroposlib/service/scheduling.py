@@ -212,12 +212,7 @@ def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:
     else:
         return None
 
-    counts: Counter[int] = Counter()
-    candidates = []
-    for position, size in enumerate(sizes):
-        if counts[size] < target // size:
-            counts[size] += 1
-            candidates.append(position)
+    candidates = _candidates(sizes, target)
     all_sums = (1 << (target + 1)) - 1
     reachable = 1
     added: dict[int, tuple[int, int]] = {}
@@ -242,6 +237,17 @@ def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:
             chosen.append(position)
             left -= size
     return chosen
+
+
+def _candidates(sizes: Sequence[int], target: int) -> list[int]:
+    """Return the positions that an exact choice may need: the first target // size of each size."""
+    counts: Counter[int] = Counter()
+    candidates = []
+    for position, size in enumerate(sizes):
+        if counts[size] < target // size:
+            counts[size] += 1
+            candidates.append(position)
+    return candidates
 
 
 def choose_multiple(sizes: Sequence[int], unit: int, limit: int) -> list[int] | None:

@@ -282,18 +282,11 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
         if group.get(name) is None:
             return f"{name!r} is missing"
     for name, marker in PER_SEQUENCE.items():
-        entries = group.get(name)
-        is_list = isinstance(entries, list | tuple)
-        if entries is None or (isinstance(marker, NullWhereUnknown) and not is_list):
-            continue
-        if not is_list:
-            return f"{name!r} is not a list with an entry for each sequence"
-        if len(entries) != group_size:
-            return f"{name!r} has {len(entries)} entries, the group size is {group_size}"
-    for index, score in enumerate(group["scores"]):
+        if wrong := _wrong_size(name, marker, group.get(name), group_size):
+            return wrong
+    for index, (tokens, score) in enumerate(zip(group["tokens"], group["scores"], strict=True)):
         if not isinstance(score, float) or not math.isfinite(score):
             return f"scores[{index}] is {score!r}, not a finite number"
-    for index, tokens in enumerate(group["tokens"]):
         if len(tokens) == 0:
             return f"tokens[{index}] is empty"
     for name, marker in NUMBERS.items():
@@ -303,6 +296,18 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
             return f"{name!r} holds something else than lists of numbers"
         if wrong:
             return wrong
+    return None
+
+
+def _wrong_size(name: str, marker: PerSequence, entries: Any, group_size: int) -> str | None:
+    if entries is None:
+        return None
+    if not isinstance(entries, list | tuple):
+        if isinstance(marker, NullWhereUnknown):
+            return None
+        return f"{name!r} is not a list with an entry for each sequence"
+    if len(entries) != group_size:
+        return f"{name!r} has {len(entries)} entries, the group size is {group_size}"
     return None
 
 
