@@ -1,7 +1,9 @@
-r"""Word problems with one addition or subtraction, made on the fly: an environment that needs no download.
+r"""Word problems with one addition or subtraction, made on the fly: an environment that needs no
+download.
 
-    python environments/arithmetic_server.py                                        # serve a trainer
-    python environments/arithmetic_server.py evaluate --env.eval_output out.json    # measure the served model
+    python environments/arithmetic_server.py  # serve a trainer
+    # measure the served model
+    python environments/arithmetic_server.py evaluate --env.eval_output out.json
 
 The reward is +1 when the last \boxed{} holds the right number, else -1.
 """

@@ -1,12 +1,14 @@
-r"""Problems that are too long to work out by heart, the syntax in which a calculator may be asked, and the calculator.
+r"""Problems that are too long to work out by heart, the syntax in which a calculator may be asked,
+and the calculator.
 
     level 1   47 + 38            what environments/arithmetic_problems.py asks at its easiest: short enough to work out
     level 2   48213 + 9075       sums and differences of a number of four or five digits and one as long, or a digit shorter
     level 3   374 * 52           products
     level 4   374 * 52 - 906     a product, and a third number
 
-A call is `<calc>374*52-906</calc>`: all that is asked stands between two marks, so that a model of a few million parameters can
-write it. As in arithmetic_problems, the first two numbers of a problem decide whether it is held out, whatever their order.
+A call is `<calc>374*52-906</calc>`: all that is asked stands between two marks, so that a model of
+a few million parameters can write it. As in arithmetic_problems, the first two numbers of a
+problem decide whether it is held out, whatever their order.
 
 >>> calculate("374*52-906")
 18542
@@ -55,14 +57,17 @@ PRODUCT_TEMPLATES = (
 )
 # {c} is added to the product, or taken from it.
 PRODUCT_AND_MORE = (
-    "{name} packs {a} boxes with {b} {item} each and has {c} more. How many {item} does {name} have?",
-    "There are {a} shelves in the {place}, each with {b} {item}. {name} brings {c} more. How many are there now?",
+    "{name} packs {a} boxes with {b} {item} each and has {c} more. How many {item} does {name} "
+    "have?",
+    "There are {a} shelves in the {place}, each with {b} {item}. {name} brings {c} more. How "
+    "many are there now?",
     "What is {a} times {b} plus {c}?",
     "{a} * {b} + {c} = ?",
 )
 PRODUCT_AND_LESS = (
     "{name} packs {a} boxes with {b} {item} each and sells {c}. How many {item} are left?",
-    "There are {a} shelves in the {place}, each with {b} {item}. {name} takes {c} away. How many stay?",
+    "There are {a} shelves in the {place}, each with {b} {item}. {name} takes {c} away. How "
+    "many stay?",
     "What is {a} times {b} minus {c}?",
     "{a} * {b} - {c} = ?",
 )

@@ -1,10 +1,12 @@
-r"""Problems that are too long to work out, and a calculator that the model may ask: an environment with a tool.
+r"""Problems that are too long to work out, and a calculator that the model may ask: an environment
+with a tool.
 
-    python environments/calculator_server.py                                        # serve a trainer
-    python environments/calculator_server.py evaluate --env.eval_output out.json    # measure the served model
+    python environments/calculator_server.py  # serve a trainer
+    # measure the served model
+    python environments/calculator_server.py evaluate --env.eval_output out.json
 
-The reward is +1 when the last \boxed{} of the last answer holds the right number, else -1. Asking costs nothing, and nobody
-tells the model to.
+The reward is +1 when the last \boxed{} of the last answer holds the right number, else -1. Asking
+costs nothing, and nobody tells the model to.
 """
 
 from collections.abc import Iterator, Mapping

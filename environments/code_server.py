@@ -1,12 +1,16 @@
-r"""Write a function; hidden calls decide. Problems are made on the fly, or come from JSON lines of your own.
+r"""Write a function; hidden calls decide. Problems are made on the fly, or come from JSON lines of
+your own.
 
-    python environments/code_server.py                                          # serve a trainer
-    python environments/code_server.py --env.dataset_path my_problems.jsonl     # {"question", "function", "tests"} in each line
-    python environments/code_server.py evaluate --env.eval_output out.json      # measure the served model
+    python environments/code_server.py  # serve a trainer
+    # {"question", "function", "tests"} in each line
+    python environments/code_server.py --env.dataset_path my_problems.jsonl
+    # measure the served model
+    python environments/code_server.py evaluate --env.eval_output out.json
 
-The reward is +1 when every hidden call returns what it should, else -1. Programs run in a sandbox: docs/sandbox.md. Generated
-problems come with reference solutions. A row without `expected` is left out and counted (`bad_rows`). Contained programs
-exceeded memory or output, made a refused call, or left processes behind.
+The reward is +1 when every hidden call returns what it should, else -1. Programs run in a sandbox:
+docs/sandbox.md. Generated problems come with reference solutions. A row without `expected` is left
+out and counted (`bad_rows`). Contained programs exceeded memory or output, made a refused call, or
+left processes behind.
 """
 
 import asyncio
@@ -64,7 +68,8 @@ class CodeConfig(BaseEnvConfig):
 
     dataset_path: str | None = Field(
         default=None,
-        description="Folder with train.jsonl and test.jsonl, or one such file; by default problems are made on the fly",
+        description="Folder with train.jsonl and test.jsonl, or one such file; by default "
+        "problems are made on the fly",
     )
     system_prompt: str = Field(default=SYSTEM_PROMPT, description="System prompt; empty for none")
     partial_credit: float = Field(
@@ -77,15 +82,18 @@ class CodeConfig(BaseEnvConfig):
         default=0.0,
         ge=0,
         lt=2,
-        description="Credit of a wrong answer, added to the -1: half for defining the function, half for finishing",
+        description="Credit of a wrong answer, added to the -1: half for defining the function, "
+        "half for finishing",
     )
     sandbox: str = Field(
         default="local",
-        description="`local`, or `package.module:factory`, called with limits and allow_missing, of your own",
+        description="`local`, or `package.module:factory`, called with limits and "
+        "allow_missing, of your own",
     )
     sandbox_allow_missing: tuple[str, ...] = Field(
         default=(),
-        description=f"Isolations that may be missing where the host cannot give them, of {', '.join(ISOLATIONS)}; any other "
+        description=f"Isolations that may be missing where the host cannot give them, of "
+        f"{', '.join(ISOLATIONS)}; any other "
         "that is missing ends the environment",
     )
     sandbox_seconds: float = Field(
@@ -170,7 +178,8 @@ class CodeEnv(SingleTurnEnv):
             self.drops.add("sandbox_broken")
             self.say_once(
                 "broken",
-                f"a program could not be run: {error}; is the machine short of memory or processes?",
+                f"a program could not be run: {error}; is the machine short of memory or "
+                f"processes?",
             )
             raise RolloutFailure(f"the sandbox could not run a program: {error}") from error
         except SandboxUnavailable as error:

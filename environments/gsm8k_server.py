@@ -1,10 +1,13 @@
-r"""GSM8K: grade-school word problems, graded by the final \boxed{} answer. `math_server.py` with this dataset.
+r"""GSM8K: grade-school word problems, graded by the final \boxed{} answer. `math_server.py` with
+this dataset.
 
-    python environments/gsm8k_server.py                                             # serve a trainer
-    python environments/gsm8k_server.py --env.dataset_path DIR                      # from train.jsonl and test.jsonl
-    python environments/gsm8k_server.py evaluate --env.eval_output out.json         # measure the served model
+    python environments/gsm8k_server.py  # serve a trainer
+    python environments/gsm8k_server.py --env.dataset_path DIR  # from train.jsonl and test.jsonl
+    # measure the served model
+    python environments/gsm8k_server.py evaluate --env.eval_output out.json
 
-The reward is +1 for a right answer, else -1. See `MathConfig` for partial credit and the length penalty.
+The reward is +1 for a right answer, else -1. See `MathConfig` for partial credit and the length
+penalty.
 """
 
 import sys

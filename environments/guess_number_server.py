@@ -12,7 +12,9 @@ def compare(guess: int, talk: Conversation) -> str:
         guess: from 1 to 100.
     """
     talk.state["found"] = guess == talk.item
-    return "equal" if guess == talk.item else "too small" if guess < talk.item else "too large"
+    if guess == talk.item:
+        return "equal"
+    return "too small" if guess < talk.item else "too large"
 
 
 class GuessNumber(MultiTurnEnv):

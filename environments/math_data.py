@@ -122,7 +122,8 @@ def read_question(row: Any, columns: Columns) -> Question:
         isinstance(entry, dict) and "role" in entry for entry in question
     ):
         raise BadRow(
-            f"{question_column!r} is a list of messages, and a question is text: put the text of the user's message into a "
+            f"{question_column!r} is a list of messages, and a question is text: put the text "
+            f"of the user's message into a "
             "column and name it with --env.question_column"
         )
     if not isinstance(question, str) or not question.strip():
@@ -150,7 +151,8 @@ def _column(row: dict[str, Any], what: str, given: str | None, usual: Sequence[s
     if name is None or name not in row:
         expected = repr(given) if given else " or ".join(usual)
         raise BadRow(
-            f"no column {expected}; it has {', '.join(map(str, row))}: name it with --env.{what}_column"
+            f"no column {expected}; it has {', '.join(map(str, row))}: name it with "
+            f"--env.{what}_column"
         )
     return name
 
@@ -247,8 +249,10 @@ def load_suite(name: str, folder: Path | None) -> Questions:
     """
     suite = SUITES[name]
     remedy = (
-        f"put its {suite.split} split ({suite.size} rows, {suite.hub} on the hub) as {name}.jsonl into a folder, one JSON "
-        "object a line with `problem` or `question`, and `answer`; and pass --env.suites_folder with that folder"
+        f"put its {suite.split} split ({suite.size} rows, {suite.hub} on the hub) as "
+        f"{name}.jsonl into a folder, one JSON "
+        "object a line with `problem` or `question`, and `answer`; and pass --env.suites_folder "
+        "with that folder"
     )
     if folder is None:
         return load_from_hub(suite.hub, suite.config, [suite.split], remedy=remedy)[0]

@@ -1,12 +1,13 @@
 r"""Questions with mathematical answers, of any dataset; and the field's evaluation suites by name.
 
-    python environments/math_server.py --env.dataset_path DIR                 # train and test, .jsonl, .json or .parquet
-    python environments/math_server.py --env.dataset NAME                     # from the Hugging Face hub
+    # train and test, .jsonl, .json or .parquet
+    python environments/math_server.py --env.dataset_path DIR
+    python environments/math_server.py --env.dataset NAME  # from the Hugging Face hub
     python environments/math_server.py evaluate --env.eval_suites math500,aime24:16 --env.suites_folder DIR
 
-The reward is +1 where the final \boxed{} equals the gold answer, else -1. See `MathConfig` for partial credit, the length
-penalty and the columns. `pass@k` is the unbiased estimate over the samples. If a suite's file has another number of rows than
-the dataset's card, the log has a line.
+The reward is +1 where the final \boxed{} equals the gold answer, else -1. See `MathConfig` for
+partial credit, the length penalty and the columns. `pass@k` is the unbiased estimate over the
+samples. If a suite's file has another number of rows than the dataset's card, the log has a line.
 """
 
 import asyncio
@@ -48,7 +49,8 @@ class MathConfig(BaseEnvConfig):
 
     dataset_path: str | None = Field(
         default=None,
-        description="Folder with a train and a test file (.jsonl, .json, .parquet), or one such file for both",
+        description="Folder with a train and a test file (.jsonl, .json, .parquet), or one such "
+        "file for both",
     )
     dataset: str | None = Field(
         default=None, description="Dataset of the Hugging Face hub, where no dataset_path is given"
@@ -60,17 +62,20 @@ class MathConfig(BaseEnvConfig):
     test_split: str = Field(default="test", description="Its split to evaluate on")
     question_column: str | None = Field(
         default=None,
-        description="Column with the question; by default the first of question, problem, prompt, query",
+        description="Column with the question; by default the first of question, problem, "
+        "prompt, query",
     )
     answer_column: str | None = Field(
         default=None,
-        description="Column with the answer, alone, after #### or in the last \\boxed{}; by default the first of answer, "
+        description="Column with the answer, alone, after #### or in the last \\boxed{}; by "
+        "default the first of answer, "
         "final_answer, expected_answer, ground_truth, solution",
     )
     system_prompt: str = Field(default=SYSTEM_PROMPT, description="System prompt; empty for none")
     format_reward: bool = Field(
         default=False,
-        description="Give a wrong answer partial credit: half for exactly one \\boxed{}, half for finishing",
+        description="Give a wrong answer partial credit: half for exactly one \\boxed{}, half "
+        "for finishing",
     )
     format_reward_value: float = Field(
         default=0.5, ge=0, lt=2, description="Most partial credit, added to the -1"
@@ -79,11 +84,13 @@ class MathConfig(BaseEnvConfig):
         default=0.5,
         ge=0,
         le=1,
-        description="In groups with every answer right, longer than this share of max_token_length costs",
+        description="In groups with every answer right, longer than this share of "
+        "max_token_length costs",
     )
     eval_suites: dict[str, int | None] = Field(
         default={},
-        description=f"Evaluate on these suites instead: {', '.join(SUITES)}; `aime24:16` asks each problem 16 times",
+        description=f"Evaluate on these suites instead: {', '.join(SUITES)}; `aime24:16` asks "
+        f"each problem 16 times",
     )
     suites_folder: str | None = Field(
         default=None,
@@ -125,7 +132,8 @@ class MathConfig(BaseEnvConfig):
         most = max([self.eval_samples, *(samples or 1 for samples in self.eval_suites.values())])
         if self.eval_temperature == 0 and most > 1:
             raise ValueError(
-                "eval_temperature 0 gives the same answer each time: ask for one, or give another temperature"
+                "eval_temperature 0 gives the same answer each time: ask for one, or give "
+                "another temperature"
             )
         return self
 
@@ -200,7 +208,8 @@ class MathEnv(RowsEnv):
             return [], []
         else:
             raise UsageError(
-                "no questions: pass --env.dataset_path, --env.dataset or, to evaluate, --env.eval_suites"
+                "no questions: pass --env.dataset_path, --env.dataset or, to evaluate, "
+                "--env.eval_suites"
             )
         self.leave_out(train, "the training set")
         if test is train:
@@ -216,7 +225,8 @@ class MathEnv(RowsEnv):
             self.drops.add("bad_rows", read.incomplete)
             total = read.incomplete + len(read.questions)
             logger.warning(
-                "%d of %d rows of %s have no question or no answer and are never asked, mend or remove them; the first: %s",
+                "%d of %d rows of %s have no question or no answer and are never asked, mend or "
+                "remove them; the first: %s",
                 read.incomplete,
                 total,
                 what,

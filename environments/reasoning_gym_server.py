@@ -1,14 +1,16 @@
-r"""Over a hundred generated tasks of the reasoning-gym package: puzzles, arithmetic, logic, graphs, games. No download.
+r"""Over a hundred generated tasks of the reasoning-gym package: puzzles, arithmetic, logic,
+graphs, games. No download.
 
     pip install --no-deps --require-hashes -r requirements-environments.txt
     python environments/reasoning_gym_server.py --env.tasks chain_sum,gcd
     python environments/reasoning_gym_server.py --env.tasks '{gcd: {level: 2}, sudoku: {weight: 2, settings: {max_empty: 30}}}'
 
-The reward is the task's own score, from 0 to 1, scaled to -1 to 1. A `level` is one number for all attributes of a task's
-curriculum, or one for each by name. `--env.seed` chooses the training questions: two thousand streams of a million. The
-`--env.eval_size` held-out questions are the same for every seed, and a training question that equals one is replaced.
-Some tasks evaluate the answer as a formula, in a child process that is killed after 30 seconds: the answer is then wrong.
-If the scorer cannot read its own answer, nothing is scored.
+The reward is the task's own score, from 0 to 1, scaled to -1 to 1. A `level` is one number for all
+attributes of a task's curriculum, or one for each by name. `--env.seed` chooses the training
+questions: two thousand streams of a million. The `--env.eval_size` held-out questions are the same
+for every seed, and a training question that equals one is replaced. Some tasks evaluate the answer
+as a formula, in a child process that is killed after 30 seconds: the answer is then wrong. If the
+scorer cannot read its own answer, nothing is scored.
 """
 
 import asyncio
@@ -52,7 +54,8 @@ class ReasoningGymConfig(BaseEnvConfig):
 
     tasks: dict[str, TaskSettings] = Field(
         default={"chain_sum": TaskSettings()},
-        description="Names with commas between, or a table of names and their `weight`, `level` (of the curriculum) and "
+        description="Names with commas between, or a table of names and their `weight`, `level` "
+        "(of the curriculum) and "
         "`settings`",
     )
     answer_form: Literal["tags", "boxed"] = Field(

@@ -23,7 +23,8 @@ from atroposlib.errors import EnvironmentFailure, UsageError
 
 INSTALL = (
     "the reasoning-gym package is not installed: "
-    "pip install --no-deps --require-hashes -r requirements-environments.txt, or pip install 'reasoning-gym==0.1.25'"
+    "pip install --no-deps --require-hashes -r requirements-environments.txt, or pip install "
+    "'reasoning-gym==0.1.25'"
 )
 
 CHUNK = 500
@@ -50,7 +51,8 @@ class TaskSettings(BaseModel):
     )
     level: int | dict[str, int] | None = Field(
         default=None,
-        description="Level of the task's curriculum: one for everything, or one for each attribute by name",
+        description="Level of the task's curriculum: one for everything, or one for each "
+        "attribute by name",
     )
     settings: dict[str, Any] = Field(
         default_factory=dict, description="The task's own settings, over those of the level"
@@ -187,7 +189,8 @@ class Questions:
         while len(self.held_out) < held_out:
             if number - found_at > ATTEMPTS * len(names):
                 raise EnvironmentFailure(
-                    f"only {len(self.held_out)} of {held_out} different questions to hold out were found: lower "
+                    f"only {len(self.held_out)} of {held_out} different questions to hold out "
+                    f"were found: lower "
                     "--env.eval_size, or make the tasks harder"
                 )
             question = self._question(
@@ -218,7 +221,8 @@ class Questions:
             if (task, question.text) not in self._held_out_texts:
                 return question
         raise EnvironmentFailure(
-            f"{task} has so few questions that all are held out: lower --env.eval_size, or make the task harder"
+            f"{task} has so few questions that all are held out: lower --env.eval_size, or make "
+            f"the task harder"
         )
 
     def _question(self, task: str, first_seed: int, number: int) -> Question:

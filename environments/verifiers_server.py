@@ -1,14 +1,17 @@
-r"""Environments of the verifiers package, by the name of their module: their rollouts and rewards, our tokens.
+r"""Environments of the verifiers package, by the name of their module: their rollouts and rewards,
+our tokens.
 
     python3 -m venv runs/verifiers && runs/verifiers/bin/pip install -e '.[verifiers]'
     runs/verifiers/bin/pip install YOUR-ENVIRONMENT
     runs/verifiers/bin/python environments/verifiers_server.py --env.environment YOUR-ENVIRONMENT
 
-The package wants other releases than vLLM does, so it has a virtual environment of its own. `load_environment` of the module is
-called with `--env.environment_args`; a path to a Python file will do, too. A managed server in this process answers the
-package's OpenAI client, so tokens are kept over turns and tools. The rubric scores each group as a whole. The package's
-evaluation set is held out. To test with the package, name its interpreter in LOCKSTEP_VERIFIERS_PYTHON and run
-tests/environments/test_verifiers_env.py and tests/e2e/test_verifiers_training.py (which needs `verifiers[rg]`).
+The package wants other releases than vLLM does, so it has a virtual environment of its own.
+`load_environment` of the module is called with `--env.environment_args`; a path to a Python file
+will do, too. A managed server in this process answers the package's OpenAI client, so tokens are
+kept over turns and tools. The rubric scores each group as a whole. The package's evaluation set is
+held out. To test with the package, name its interpreter in LOCKSTEP_VERIFIERS_PYTHON and run
+tests/environments/test_verifiers_env.py and tests/e2e/test_verifiers_training.py (which needs
+`verifiers[rg]`).
 """
 
 import asyncio
@@ -86,8 +89,8 @@ class RewardErrors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if text.startswith("Error calling") and (heard := reward_errors.get()) is not None:
-            heard.append(text)
+        if text.startswith("Error calling") and (errors := reward_errors.get()) is not None:
+            errors.append(text)
 
 
 class VerifiersEnv(NumberedItems):
@@ -100,7 +103,8 @@ class VerifiersEnv(NumberedItems):
     async def setup(self) -> None:
         if not self.config.environment:
             raise UsageError(
-                "--env.environment: name an installed environment, or a file with `load_environment`"
+                "--env.environment: name an installed environment, or a file with "
+                "`load_environment`"
             )
         # Not in a thread: the package puts handlers of signals, which only the main thread may.
         self.theirs = load(self.config.environment, self.config.environment_args)
@@ -165,8 +169,8 @@ class VerifiersEnv(NumberedItems):
         )
         states = [rollout.state for rollout in results]
         rubric = self.theirs.rubric
-        heard: list[str] = []
-        before = reward_errors.set(heard)
+        errors: list[str] = []
+        before = reward_errors.set(errors)
         try:
             limit = (
                 [contextlib.nullcontext()]
@@ -179,8 +183,8 @@ class VerifiersEnv(NumberedItems):
             if hasattr(rubric, "cleanup"):
                 for state in states:
                     await rubric.cleanup(state)
-        if heard:
-            raise RolloutFailure(f"{self.config.environment}: {heard[0]}")
+        if errors:
+            raise RolloutFailure(f"{self.config.environment}: {errors[0]}")
         return list(results)
 
     async def rollout(
@@ -216,7 +220,8 @@ class VerifiersEnv(NumberedItems):
         if len(nodes) > 1:
             self.say_once(
                 "sequences",
-                f"{self.config.environment} changes the history of a conversation, or holds several at once: of each rollout "
+                f"{self.config.environment} changes the history of a conversation, or holds "
+                f"several at once: of each rollout "
                 f"only the last of its {len(nodes)} sequences is trained on",
             )
         return Rollout(state, nodes[-1])

@@ -104,8 +104,9 @@ def help_of(program: Program) -> str:
     Raises:
         SystemExit: the program failed; its last line is in the message.
     """
-    shell = program.command[0].endswith(".sh")
-    command = [*program.command] if shell else [sys.executable, *program.command]
+    command = [*program.command]
+    if not command[0].endswith(".sh"):
+        command.insert(0, sys.executable)
     kept = {
         name: os.environ[name]
         for name in ("PATH", "HOME", "LOCKSTEP_VENV", "TMPDIR")
@@ -168,9 +169,11 @@ def _option(section: str, flag: str, text: str) -> Option:
     at_the_end = _DEFAULT.search(text)
     default = ""
     if at_the_end:
-        default = "required" if at_the_end["required"] else at_the_end["default"]
+        default = at_the_end["required"] or at_the_end["default"]
         text = text[: at_the_end.start()]
-    return Option(section, flag, "" if default in ("None", "none", "[]") else default, text)
+    if default in ("None", "none", "[]"):
+        default = ""
+    return Option(section, flag, default, text)
 
 
 def table(options: list[Option]) -> str:
@@ -187,14 +190,13 @@ def section_of(program: Program, text: str) -> str:
     options = [option for option in options_of(text) if not option.flag.startswith(_SKIPPED)]
     if not options:
         raise SystemExit(f"{program.title} --help lists no option: is its format another one now?")
-    parts = [f"## {program.title}", *([program.note] if program.note else [])]
+    parts = [f"## {program.title}", program.note]
     for name in dict.fromkeys(option.section for option in options):
         plain = name.lower() in ("", "options", "positional arguments", "commands")
-        parts += [
-            *([] if plain else [f"**{name}**"]),
-            table([option for option in options if option.section == name]),
-        ]
-    return "\n\n".join(parts)
+        if not plain:
+            parts.append(f"**{name}**")
+        parts.append(table([option for option in options if option.section == name]))
+    return "\n\n".join(filter(None, parts))
 
 
 HEAD = """# Options

@@ -35,7 +35,9 @@ def allclose_to_first(
         .reshape(len(array), -1)
         .all(axis=1)
     )
-    return np.asarray(each) if return_vector else bool(np.all(each))
+    if return_vector:
+        return np.asarray(each)
+    return bool(np.all(each))
 
 
 def _flatten(data: Any) -> Any:
@@ -101,4 +103,6 @@ def compute_grpo_process_supervision_advantages(
             f"the rewards' standard deviation {deviation:g} is below {std_tol:g}: all steps are worth the same"
         )
     normalised = [(np.asarray(row, dtype=float) - stats["mean"]) / deviation for row in rewards]
-    return [compute_discounted_returns(row, 1.0 if gamma is None else gamma) for row in normalised]
+    if gamma is None:
+        gamma = 1.0
+    return [compute_discounted_returns(row, gamma) for row in normalised]

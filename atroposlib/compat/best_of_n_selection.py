@@ -19,9 +19,9 @@ def select_best_index(
         raise ValueError(
             f"{len(primary_scores)} primary and {len(secondary_scores)} secondary scores: give as many of each, and some"
         )
-    primary_sign = 1 if primary_higher_is_better else -1
-    secondary_sign = -1 if secondary_lower_is_better else 1
-    return max(
-        range(len(primary_scores)),
-        key=lambda i: (primary_sign * primary_scores[i], secondary_sign * secondary_scores[i], -i),
-    )
+    if not primary_higher_is_better:
+        primary_scores = [-score for score in primary_scores]
+    if secondary_lower_is_better:
+        secondary_scores = [-score for score in secondary_scores]
+    scores = list(zip(primary_scores, secondary_scores, strict=True))
+    return scores.index(max(scores))

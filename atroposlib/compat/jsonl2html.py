@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from atroposlib.envs.runner.state import as_list
 from atroposlib.utils.whole_files import disk_refusal, write_whole
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,15 @@ def get_score_class(score: Any) -> str:
     """The CSS class of a score: reward-positive, -zero or -negative; nothing for what is no number."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         return ""
-    return "reward-positive" if score > 0 else "reward-negative" if score < 0 else "reward-zero"
+    if score == 0:
+        return "reward-zero"
+    return "reward-positive" if score > 0 else "reward-negative"
 
 
 def as_messages(entry: Any) -> list[dict[str, str]]:
     """The messages of one rollout, which the file has as text, or as a list of texts or messages."""
     messages = []
-    for message in entry if isinstance(entry, list) else [entry]:
+    for message in as_list(entry):
         if isinstance(message, dict):
             content = message.get("content")
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
@@ -66,7 +69,7 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
         ValueError: a line is no group, by its number.
     """
     source = Path(input_path)
-    page = Path(output_path) if output_path is not None else source.with_suffix(".html")
+    page = Path(output_path or source.with_suffix(".html"))
     groups = []
     with source.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines):

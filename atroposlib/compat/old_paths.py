@@ -94,8 +94,7 @@ class OldPaths(MetaPathFinder):
     ) -> ModuleSpec | None:
         """The spec of an old path whose new one exists."""
         new = new_path(name)
-        found = None if new is None else find_spec(new)
-        if new is None or found is None:
+        if new is None or (found := find_spec(new)) is None:
             return None
         return spec_from_loader(
             name,

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.envs.runner.state import as_list
 from atroposlib.errors import UsageError
 from atroposlib.inference.client import MODEL_NOT_NAMED, APIServerConfig, ServerBaseline
 from atroposlib.inference.server_manager import ServerManager
@@ -86,9 +87,9 @@ class TeacherDistillationEnv(BaseEnv, ABC):
         """Use the teacher that YAML and flags name, if one is wanted."""
         configs = servers.get(self.teacher_namespace)
         if configs is not None and self.config.teacher_enabled:
-            self.teacher_server = ServerManager(
-                [configs] if isinstance(configs, APIServerConfig) else configs
-            )
+            if isinstance(configs, APIServerConfig):
+                configs = [configs]
+            self.teacher_server = ServerManager(configs)
             self._runner.connections.more_servers.append(self.teacher_server)
 
     async def _compared(self) -> None:
@@ -127,10 +128,10 @@ class TeacherDistillationEnv(BaseEnv, ABC):
     ) -> tuple[list[list[int]], list[list[float]]]:
         """([position][k] token ids, the same of logprobs) of one sequence."""
         assert self.teacher_server is not None
-        found = await self.teacher_server.get_logprobs(
+        logprobs = await self.teacher_server.get_logprobs(
             input_ids=token_ids, top_k=top_k, max_tokens=1, split="train"
         )
-        return found["prompt_topk_token_ids"], found["prompt_topk_logprobs"]
+        return logprobs["prompt_topk_token_ids"], logprobs["prompt_topk_logprobs"]
 
     async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
         """The group with the teacher's arrays, or with None in their place."""
@@ -144,10 +145,10 @@ class TeacherDistillationEnv(BaseEnv, ABC):
         group["distill_token_ids"] = group["distill_logprobs"] = None
         if not group.get("tokens") or overrides.get("skip_teacher_top_k") or top_k < 0:
             return group
-        asked = (
+        calls = (
             self._fetch_teacher_for_sequence(list(tokens), top_k) for tokens in group["tokens"]
         )
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         for index, answer in enumerate(answers):
             if isinstance(answer, BaseException):
                 logger.warning(
@@ -173,8 +174,7 @@ class TeacherDistillationEnv(BaseEnv, ABC):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> Any:
-        groups = scored_data if isinstance(scored_data, list) else [scored_data]
-        for group in groups:
+        for group in as_list(scored_data):
             if group is not None:
                 await self._attach_teacher_distillation(group)
         return await super().handle_send_to_api(

@@ -174,8 +174,10 @@ class MultiTurnEnv(GradedEnv):
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Add how often which call went wrong."""
-        problems = self.toolbox.metrics() if "toolbox" in self.__dict__ else {}
-        await super().wandb_log({**(wandb_metrics or {}), **problems})
+        metrics = dict(wandb_metrics or {})
+        if "toolbox" in self.__dict__:
+            metrics |= self.toolbox.metrics()
+        await super().wandb_log(metrics)
 
     # ---- one conversation
     # -----------------------------------------------------------------------------------------------
@@ -294,9 +296,10 @@ class MultiTurnEnv(GradedEnv):
             # The calls are read here: the managed server is to hand out the text as it is.
             asked.update(tools=[tool.schema for tool in tools], tool_choice="none")
         elif tools and (description := self.tool_format.describe(tools)):
-            system = talk.messages[0] if talk.messages[0].get("role") == "system" else None
-            rest = talk.messages if system is None else talk.messages[1:]
-            description = description if system is None else f"{system['content']}\n\n{description}"
+            rest = talk.messages
+            if rest[0].get("role") == "system":
+                description = f"{rest[0]['content']}\n\n{description}"
+                rest = rest[1:]
             talk.messages = [{"role": "system", "content": description}, *rest]
         talk.transcript = [dict(message) for message in talk.messages]
         return talk

@@ -81,7 +81,7 @@ class Tool:
             raise UsageError(
                 f"tool {self.name!r} has no docstring: the model reads there what it does"
             )
-        description, told = described(documented)
+        description, arguments = described(documented)
         try:
             hints = typing.get_type_hints(function, include_extras=True)
         except NameError as error:
@@ -102,9 +102,11 @@ class Tool:
                 raise UsageError(
                     f"tool {self.name!r}: parameter {name!r} needs a type, and a name that can be passed"
                 )
-            default = ... if parameter.default is parameter.empty else parameter.default
+            default = parameter.default
+            if default is parameter.empty:
+                default = ...
             # By an alias, so that a parameter may be called what pydantic's own attributes are.
-            about = Field(default, alias=name, description=told.get(name))
+            about = Field(default, alias=name, description=arguments.get(name))
             fields[f"argument_{len(self._taken)}"] = (hints[name], about)
             self._taken.append(name)
         try:
@@ -230,7 +232,9 @@ class Toolbox:
         except (ValueError, RecursionError) as wrong:
             self._refuse(call, "wrong_arguments", str(wrong))
             return None
-        run = self._in_loop if tool.is_async else self._in_thread
+        run = self._in_thread
+        if tool.is_async:
+            run = self._in_loop
         outcome = await run(tool, tool.bound(arguments, context))
         if outcome is None:
             self._refuse(call, "timeout", f"no answer within {self.seconds:g} seconds")
@@ -265,7 +269,9 @@ class Toolbox:
             await asyncio.wait({task}, timeout=self.seconds)
             if task.cancelled():
                 return "", RuntimeError("the tool cancelled itself")
-            return task.result() if task.done() else None
+            if not task.done():
+                return None
+            return task.result()
         finally:
             # not waited for: code that swallows its cancellation must not hold up the conversation
             task.cancel()
@@ -304,7 +310,9 @@ class Toolbox:
         threading.Thread(target=work, name=f"tool {tool.name}", daemon=True).start()
         try:
             await asyncio.wait({finished}, timeout=self.seconds)
-            return finished.result() if finished.done() else None
+            if not finished.done():
+                return None
+            return finished.result()
         finally:
             if not finished.done():
                 finished.cancel()

@@ -93,8 +93,8 @@ class LocalSandbox:
                 return
             first = self._keeper is None
             await self.close()
-            said = await self._start_keeper()
-            self.mode, self.missing = said["mode"] or "", dict(said["missing"])
+            report = await self._start_keeper()
+            self.mode, self.missing = report["mode"] or "", dict(report["missing"])
             if not self.mode:
                 self.missing = {name: "neither namespaces nor Landlock" for name in ISOLATIONS}
             else:
@@ -108,7 +108,7 @@ class LocalSandbox:
                 what = "; ".join(
                     f"{ISOLATIONS[name]}: {name} ({why})" for name, why in refused.items()
                 )
-                tried = "; ".join(f"{mode}: {why}" for mode, why in said["refusals"].items())
+                tried = "; ".join(f"{mode}: {why}" for mode, why in report["refusals"].items())
                 raise SandboxUnavailable(
                     f"this host cannot promise of a program that {what}. {'Refused were ' + tried + '. ' if tried else ''}"
                     f"Remedy: {REMEDY}, or go without {','.join(refused)}",
@@ -132,17 +132,17 @@ class LocalSandbox:
             try:
                 ours.send(json.dumps({"readable": self.readable}).encode())
                 async with asyncio.timeout(START_SECONDS):
-                    said = await asyncio.get_running_loop().sock_recv(ours, CHUNK)
+                    report = await asyncio.get_running_loop().sock_recv(ours, CHUNK)
             except (TimeoutError, OSError):
-                said = b""
-            if not said:
+                report = b""
+            if not report:
                 await self.close()
                 errors.seek(0)
                 last = errors.read()[-2000:].decode(errors="replace").strip().splitlines()
                 raise SandboxUnavailable(
                     f"the sandbox's keeper did not start: {last[-1] if last else 'no reason given'}"
                 )
-        return cast(dict[str, Any], json.loads(said))
+        return cast(dict[str, Any], json.loads(report))
 
     async def _tried(self) -> dict[str, str]:
         """What a program in the sandbox could do that it should not: isolation -> what."""
@@ -190,7 +190,7 @@ class LocalSandbox:
     async def _run_once(self, request: bytes, calls: int) -> Outcome:
         limits, keeper = self.limits, self._keeper
         loop = asyncio.get_running_loop()
-        asked = file_of(request)
+        program_file = file_of(request)
         output, output_end = os.pipe2(os.O_CLOEXEC)
         results, results_end = os.pipe2(os.O_CLOEXEC)
         status, status_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -206,16 +206,16 @@ class LocalSandbox:
         returned = Pipe(results, limits.results, limits.results, stop)
         try:
             try:
-                await self._order([asked, output_end, results_end, status_end.fileno()])
+                await self._order([program_file, output_end, results_end, status_end.fileno()])
             finally:
-                for descriptor in (asked, output_end, results_end):
+                for descriptor in (program_file, output_end, results_end):
                     os.close(descriptor)
                 status_end.close()
             for pipe in (written, returned):
                 loop.add_reader(pipe.descriptor, pipe.read)
             try:
                 async with asyncio.timeout(limits.seconds + GRACE_SECONDS):
-                    said = await loop.sock_recv(status, CHUNK)
+                    message = await loop.sock_recv(status, CHUNK)
             except TimeoutError:
                 await self._give_up(keeper)
                 raise SandboxBroken(
@@ -224,9 +224,11 @@ class LocalSandbox:
                 ) from None
             except OSError as error:
                 raise SandboxBroken(f"its watcher cannot be heard: {error}") from error
-            told = json.loads(said) if said else {"broken": "its watcher ended without a word"}
-            if "broken" in told:
-                raise SandboxBroken(told["broken"])
+            if not message:
+                raise SandboxBroken("its watcher ended without a report")
+            report = json.loads(message)
+            if "broken" in report:
+                raise SandboxBroken(report["broken"])
             # All its processes have ended: what they wrote lies in the pipes.
             for pipe in (written, returned):
                 while pipe.read():
@@ -236,7 +238,7 @@ class LocalSandbox:
             for pipe in (written, returned):
                 loop.remove_reader(pipe.descriptor)
                 os.close(pipe.descriptor)
-        return outcome_of(told, stopped, written, returned, calls)
+        return outcome_of(report, stopped, written, returned, calls)
 
     async def _order(self, descriptors: list[int]) -> None:
         """Hand a program to the keeper."""
@@ -327,21 +329,21 @@ def encode(program: Program) -> bytes:
 
 
 def outcome_of(
-    told: dict[str, Any], stopped: list[str], written: Pipe, returned: Pipe, calls: int
+    report: dict[str, Any], stopped: list[str], written: Pipe, returned: Pipe, calls: int
 ) -> Outcome:
     """Put together what the watcher has seen and what the program says."""
     results, problem = read_results(bytes(returned.kept), calls)
     return Outcome(
-        end=cast(End, "output" if stopped else told["end"]),
-        code=told["code"],
+        end=cast(End, "output" if stopped else report["end"]),
+        code=report["code"],
         results=results,
         problem=problem,
         output=written.kept.decode(errors="replace"),
         output_bytes=written.count,
-        left=told["left"],
-        seconds=told["seconds"],
-        cpu_seconds=told["cpu"],
-        peak_memory=told["peak"],
+        left=report["left"],
+        seconds=report["seconds"],
+        cpu_seconds=report["cpu"],
+        peak_memory=report["peak"],
     )
 
 

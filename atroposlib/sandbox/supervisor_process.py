@@ -60,10 +60,10 @@ def kill_all(keeper: subprocess.Popen[bytes]) -> None:
 
 def processes_below(pid: int) -> list[int]:
     """Return the processes that descend from a process, parents before their children."""
-    found = [pid]
-    for one in found:
+    pids = [pid]
+    for one in pids:
         try:
-            found += [
+            pids += [
                 int(child)
                 for child in Path(f"/proc/{one}/task/{one}/children")
                 .read_text(encoding="ascii")
@@ -71,4 +71,4 @@ def processes_below(pid: int) -> list[int]:
             ]
         except OSError:
             continue  # it ended in the meantime
-    return found[1:]
+    return pids[1:]

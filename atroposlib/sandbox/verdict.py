@@ -1,4 +1,4 @@
-"""Whether a program is right: decided here, outside the sandbox, by what only this side knows."""
+"""The verdict about a program, from outside the sandbox: only this side knows the right values."""
 
 import math
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def same_value(expected: Any, got: Any) -> bool:
-    """Whether two values that JSON can hold are equal: types count, but that a whole number may
+    """Return whether two values that JSON can hold are equal: types count, but that a whole number may
     stand for a float.
 
     Tuples are lists here. Floats are equal within TOLERANCE, and NaN equals NaN.
@@ -109,14 +109,9 @@ def verdict(outcome: Outcome, expected: Sequence[Any]) -> Verdict:
                 return Verdict(
                     "contained", passed, f"refused by the sandbox: call {number} raised {got.text}"
                 )
-            what = (
-                f"returned {got.value!r:.100}"
-                if isinstance(got, Returned)
-                else f"raised {got.text}"
-            )
-            return Verdict(
-                "wrong" if isinstance(got, Returned) else "crash", passed, f"call {number} {what}"
-            )
+            if isinstance(got, Raised):
+                return Verdict("crash", passed, f"call {number} raised {got.text}")
+            return Verdict("wrong", passed, f"call {number} returned {got.value!r:.100}")
     return Verdict(
         "crash",
         passed,

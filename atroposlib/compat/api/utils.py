@@ -84,15 +84,15 @@ def grab_batch_with_minimum_allocations(
     if not all(has_a_pack(queue, env_id) for env_id in shares):
         return None, list(queue)
     for env_id, share in shares.items():
-        wanted = share / scale * batch_size
+        target = share / scale * batch_size
         have = 0
         for index, group in enumerate(queue):
-            if have >= wanted:
+            if have >= target:
                 break
             # Rounding up to whole groups must not push the shares of all environments together over
             # the batch.
             if group.get("env_id") == env_id and have + group_size(group) <= max(
-                wanted, group_size(group)
+                target, group_size(group)
             ):
                 reserved.append(index)
                 have += group_size(group)

@@ -52,9 +52,9 @@ def equal(gold: str, answer: str, tolerance: float) -> bool:
     """Return whether two answers are the same number, within an absolute tolerance, or the same
     expression.
     """
-    expected, given = as_number(gold), as_number(answer)
-    if expected is not None and given is not None:
-        return abs(expected - given) <= Decimal(str(tolerance))
+    expected, actual = as_number(gold), as_number(answer)
+    if expected is not None and actual is not None:
+        return abs(expected - actual) <= Decimal(str(tolerance))
     plainly = compare_plainly(gold, answer)
     if plainly is not None:
         return plainly

@@ -52,14 +52,10 @@ class CombinedReward(RewardFunction):
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
         """The combined scores."""
         parts = [reward(completions, **kwargs) for reward in self.reward_functions]
-        totals = (
-            [sum(scores) for scores in zip(*parts, strict=True)]
-            if parts
-            else [0.0] * len(completions)
-        )
+        totals = [sum(scores) for scores in zip([0.0] * len(completions), *parts, strict=True)]
         if self.normalization == "sum":
             weights = sum(abs(reward.weight) for reward in self.reward_functions)
-            return [total / weights for total in totals] if weights else totals
+            return [total / (weights or 1.0) for total in totals]
         if self.normalization == "minmax" and totals and min(totals) < max(totals):
             least, most = min(totals), max(totals)
             return [(total - least) / (most - least) for total in totals]

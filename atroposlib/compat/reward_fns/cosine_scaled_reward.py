@@ -48,12 +48,12 @@ class CosineScaledReward(TextReward):
     def _embeddings(self, texts: tuple[str, ...]) -> list[np.ndarray]:
         """[hidden] float for each text: the mean over its tokens."""
         tokenizer, model = embedding_model(self.model_name)
-        made = []
+        vectors = []
         for text in texts:
             fields = tokenizer(text, truncation=True, return_tensors="pt")
             hidden = model(**fields)[0].detach().numpy()[0]
-            made.append(np.asarray(hidden.mean(axis=0), dtype=np.float64))
-        return made
+            vectors.append(np.asarray(hidden.mean(axis=0), dtype=np.float64))
+        return vectors
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:

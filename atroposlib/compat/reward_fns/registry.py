@@ -117,12 +117,10 @@ class RewardRegistry:
         options |= kwargs
         entry = self.get(name)
         is_class = isinstance(entry, type) and issubclass(entry, RewardFunction)
-        made: RewardFunction = (
-            entry(**options) if is_class else LegacyFunctionWrapper(entry, **options)
-        )
+        reward = entry(**options) if is_class else LegacyFunctionWrapper(entry, **options)
         if "name" in options:
-            made._name = options["name"]
-        return made
+            reward._name = options["name"]
+        return reward
 
     def list_registered(self) -> list[str]:
         """All names, built-in ones first."""
@@ -147,9 +145,7 @@ class RewardRegistry:
             if isinstance(fields.get("type"), str):
                 names.add(fields["type"])
             for inner in ("reward_functions", "rewards", "params"):
-                names |= (
-                    self.load_required_functions(fields.get(inner)) if fields.get(inner) else set()
-                )
+                names |= self.load_required_functions(fields.get(inner))
         for name in names:
             self.get(name)
         return names

@@ -64,14 +64,14 @@ class RepetitionPenaltyReward(TextReward):
 
     def score(self, text: str, gold: str, opened: str) -> float:
         sentences = [words(part) for part in re.split(r"[.!?\n]+", text) if words(part)]
-        said = [word for sentence in sentences for word in sentence]
-        if len(said) < self.min_words or len(sentences) < self.min_sentences:
+        all_words = [word for sentence in sentences for word in sentence]
+        if len(all_words) < self.min_words or len(sentences) < self.min_sentences:
             return self.short_text_penalty
         long_enough = [sentence for sentence in sentences if len(sentence) >= PHRASE]
         shares = {
-            "word_repetition": repeated([word for word in said if word not in self.stopwords]),
+            "word_repetition": repeated([word for word in all_words if word not in self.stopwords]),
             "phrase_repetition": repeated(
-                list(zip(*(said[skip:] for skip in range(PHRASE)), strict=False))
+                list(zip(*(all_words[skip:] for skip in range(PHRASE)), strict=False))
             ),
             "consecutive_repetition": sum(a == b for a, b in pairwise(sentences))
             / (len(sentences) - 1 or 1),

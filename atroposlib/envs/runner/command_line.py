@@ -25,6 +25,7 @@ from atroposlib.envs.runner.settings import (
     parse_flags,
     read_config,
 )
+from atroposlib.envs.runner.state import as_list
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.fleet_follower import FleetFollower
 from atroposlib.inference.pool import describe
@@ -57,7 +58,9 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
     configure_logging()
     try:
         default_env, default_servers = env_cls.config_init()
-        command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "serve"
+        command = "serve"
+        if arguments and arguments[0] in COMMANDS:
+            command = arguments.pop(0)
         if "--help" in arguments or "-h" in arguments:
             print(help_text(env_cls, default_env, default_servers))
             return 0
@@ -99,14 +102,11 @@ def config_class(env_cls: "type[BaseEnv]", command: str) -> type[BaseModel]:
             words = [command]
             for name in sorted(self.model_fields_set):
                 value = getattr(self, name)
-                words += [
-                    f"--{name}",
-                    value
-                    if isinstance(value, str)
-                    else "None"
-                    if value is None
-                    else json.dumps(value),
-                ]
+                if value is None:
+                    value = "None"
+                elif not isinstance(value, str):
+                    value = json.dumps(value)
+                words += [f"--{name}", value]
             return main(env_cls, words)
 
     default_env, _ = env_cls.config_init()
@@ -123,7 +123,9 @@ def more_servers(env_cls: "type[BaseEnv]") -> dict[str, Any]:
     names such a prefix.
     """
     prefix = getattr(env_cls, "teacher_namespace", None)
-    return {} if prefix is None else {prefix: env_cls.teacher_config_init()}  # type: ignore[attr-defined]
+    if prefix is None:
+        return {}
+    return {prefix: env_cls.teacher_config_init()}  # type: ignore[attr-defined]
 
 
 def command_defaults(
@@ -177,13 +179,12 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
 
 def write_evaluate_config(folder: Path, settings: Settings) -> None:
     """Keep with what an evaluation was run, without the keys: a YAML file that `--config` reads."""
-    servers = settings.servers
-    shown_servers = [
-        open_settings(one) for one in (servers if isinstance(servers, list) else [servers])
-    ]
+    shown_servers: Any = [open_settings(server) for server in as_list(settings.servers)]
+    if not isinstance(settings.servers, list):
+        shown_servers = shown_servers[0]
     content = {
         ENV_NAMESPACE: open_settings(settings.env),
-        OPENAI_NAMESPACE: shown_servers if isinstance(servers, list) else shown_servers[0],
+        OPENAI_NAMESPACE: shown_servers,
         "slurm": settings.manager.slurm,
         "testing": settings.manager.testing,
     }
@@ -196,7 +197,7 @@ def say_where_groups_are(groups_path: str | None, env: "BaseEnv") -> None:
         tokenizer = getattr(
             env.loaded_tokenizer, "name_or_path", ""
         )  # it is not to be loaded for this
-        named = f" --tokenizer {tokenizer}" if tokenizer else ""
+        named = tokenizer and f" --tokenizer {tokenizer}"
         logger.info(
             "wrote the groups to %s; read them with: view-run %s%s", groups_path, groups_path, named
         )
@@ -222,7 +223,9 @@ async def run_until_stopped(work: Awaitable[None]) -> int:
     except asyncio.CancelledError:
         if not stopped_by:
             raise
-    return INTERRUPTED if signal.SIGINT in stopped_by else 0
+    if signal.SIGINT in stopped_by:
+        return INTERRUPTED
+    return 0
 
 
 def configure_logging() -> None:

@@ -3,11 +3,11 @@
 import logging
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from atroposlib.envs.runner.connections import Connections
 from atroposlib.envs.runner.exact_resume import current_item
-from atroposlib.envs.runner.state import Author, RunState
+from atroposlib.envs.runner.state import Author, RunState, as_list
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.inference.teacher_client import TeacherRefused
 from atroposlib.service_client import RejectedByService
@@ -24,6 +24,8 @@ from atroposlib.wire.groups import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Teaching:
@@ -66,14 +68,8 @@ class Teaching:
             [mask != PROMPT_MASK and at > 0 for at, mask in enumerate(row)]
             for row in group["masks"]
         ]
-        group["distill_token_ids"] = [
-            [[token] if trains else [] for token, trains in zip(*row, strict=True)]
-            for row in zip(rows, trained, strict=True)
-        ]
-        group["distill_logprobs"] = [
-            [[logprob] if trains else [] for logprob, trains in zip(*row, strict=True)]
-            for row in zip(scored, trained, strict=True)
-        ]
+        group["distill_token_ids"] = [*map(only_trained, rows, trained)]
+        group["distill_logprobs"] = [*map(only_trained, scored, trained)]
         self._note_divergence(group)
 
     def _note_divergence(self, group: Mapping[str, Any]) -> None:
@@ -96,9 +92,16 @@ class Teaching:
         """`train/teacher_kl` (nats per token, estimated on the sampled tokens) since it was last
         asked for.
         """
-        values = {"train/teacher_kl": self.kl_sum / self.kl_tokens} if self.kl_tokens else {}
+        values: dict[str, float] = {}
+        if self.kl_tokens:
+            values["train/teacher_kl"] = self.kl_sum / self.kl_tokens
         self.kl_sum, self.kl_tokens = 0.0, 0
         return values
+
+
+def only_trained(values: list[T], trained: list[bool]) -> list[list[T]]:
+    """Return a list for each token: its value if it is trained on, else nothing."""
+    return [[value] if trains else [] for value, trains in zip(values, trained, strict=True)]
 
 
 class Delivery:
@@ -114,10 +117,9 @@ class Delivery:
         """Check groups, keep them in the groups file, and post them; see
         `BaseEnv.handle_send_to_api`.
         """
-        groups = scored_data if isinstance(scored_data, list) else [scored_data]
         accepted: list[Any] = []
         refused: TeacherRefused | None = None
-        for group in groups:
+        for group in as_list(scored_data):
             if group is None:
                 continue
             group = with_plain_numbers(without_empty_fields(group))
@@ -146,9 +148,10 @@ class Delivery:
         if refused is not None and not accepted:
             raise refused
         if accepted and post:
-            await self.author._send_scored_data_to_api(
-                accepted if isinstance(scored_data, list) else accepted[0]
-            )
+            groups: Any = accepted
+            if not isinstance(scored_data, list):
+                groups = accepted[0]
+            await self.author._send_scored_data_to_api(groups)
         return len(accepted)
 
     def _keep(self, group: Any, needed: bool) -> None:
@@ -195,7 +198,7 @@ class Delivery:
 
     async def post(self, scored_data: Any) -> None:
         """Post one group or a list of groups; waits and retries while the service is away or full."""
-        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        groups = as_list(scored_data)
         position = current_item.get()
         if position is not None and len(groups) > 1:
             raise EnvironmentFailure(
@@ -211,14 +214,16 @@ class Delivery:
                 )
             # The same key on every retry: a post whose answer was lost is not counted twice.
             group.setdefault("idempotency_key", uuid.uuid4().hex)
-        path = "/scored_data_list" if isinstance(scored_data, list) else "/scored_data"
+        path = "/scored_data"
+        if isinstance(scored_data, list):
+            path = "/scored_data_list"
         try:
             answer = await self.connections.service.post(path, scored_data)
         except RejectedByService as rejection:
             self.state.drops.add("rejected_by_service", len(groups))
             logger.error("the rollout service refused %d group(s): %s", len(groups), rejection)
             return
-        dropped = 1 if answer.get("status") == "dropped" else int(answer.get("dropped") or 0)
+        dropped = int(answer.get("dropped") or answer.get("status") == "dropped")
         if dropped:
             if position is not None:
                 position.window.refuse(position.number)

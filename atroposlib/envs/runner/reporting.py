@@ -165,14 +165,12 @@ class Reports:
         """Keep some rollouts of a group for the table in W&B."""
         if self._wandb is None:
             return
+        rows = list(zip(scored_data["tokens"], scored_data["scores"], strict=False))
         keep = self.state.config.num_rollouts_per_group_for_logging
-        count = len(scored_data["tokens"]) if keep < 0 else min(keep, len(scored_data["tokens"]))
-        self.state.rollouts_for_wandb.append(
-            [
-                (self.author.tokenizer.decode(scored_data["tokens"][i]), scored_data["scores"][i])
-                for i in range(count)
-            ]
-        )
+        if keep >= 0:
+            rows = rows[:keep]
+        decode = self.author.tokenizer.decode
+        self.state.rollouts_for_wandb.append([(decode(tokens), score) for tokens, score in rows])
         del self.state.rollouts_for_wandb[: -self.state.config.num_rollouts_to_keep or None]
 
     def add_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
@@ -256,13 +254,12 @@ class Reports:
         numbers = numbers_of(metrics)
         if self.state.env_id is None or not numbers or not self.evaluations_taken:
             return
-        record = current_versions.get()
-        oldest = None if record is None else record.oldest_weights
+        oldest = getattr(current_versions.get(), "oldest_weights", None)
         body = {
             "env_id": self.state.env_id,
             "name": name.encode("utf-8", errors="backslashreplace").decode()[:MAX_NAME_LENGTH],
-            "weight_version": None if oldest is None else oldest.version,
-            "weight_epoch": None if oldest is None else oldest.epoch,
+            "weight_version": getattr(oldest, "version", None),
+            "weight_epoch": getattr(oldest, "epoch", None),
             "metrics": numbers,
             "idempotency_key": uuid.uuid4().hex,
         }
@@ -325,7 +322,9 @@ def _number_of(value: Any) -> float | None:
         number = float(value)
     except OverflowError:  # an integer that is too large
         return None
-    return number if abs(number) <= LARGEST_FLOAT32 else None
+    if abs(number) <= LARGEST_FLOAT32:
+        return number
+    return None
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from atroposlib.envs.runner.connections import Connections
 from atroposlib.envs.runner.exact_resume import current_item
-from atroposlib.envs.runner.state import Author, RunState
+from atroposlib.envs.runner.state import Author, RunState, as_list
 from atroposlib.errors import EnvironmentFailure, NoRoom, RolloutFailure
 from atroposlib.inference.client import APIServer
 from atroposlib.inference.generation import VersionRecord, current_versions, weight_fields
@@ -94,8 +94,10 @@ class Rollouts:
         """
         record = VersionRecord()
         token = current_versions.set(record)
-        position = current_item.get()
-        numbered = _item_number.set(self.begun if position is None else position.number)
+        position, number = current_item.get(), self.begun
+        if position is not None:
+            number = position.number
+        numbered = _item_number.set(number)
         self.begun += 1
         try:
             groups, backlog = await self.retried(
@@ -115,7 +117,7 @@ class Rollouts:
         finally:
             current_versions.reset(token)
             _item_number.reset(numbered)
-        for group in groups if isinstance(groups, list) else [groups]:
+        for group in as_list(groups):
             if group:
                 note_sampling(group, record)
         return groups or None
@@ -144,11 +146,9 @@ class Rollouts:
                 collected()
                 if groups is None:
                     return None, 0
-                how = (
-                    {}
-                    if send
-                    else {"do_send_to_api": False, "abort_on_any_max_length_exceeded": False}
-                )
+                how: dict[str, Any] = {}
+                if not send:
+                    how = {"do_send_to_api": False, "abort_on_any_max_length_exceeded": False}
                 kept = await self.author.handle_send_to_api(groups, item, **how)
             finally:
                 await self.author.cleanup()
@@ -161,7 +161,7 @@ class Rollouts:
             logger.exception("an item's groups could not be handed on: %.200r", item)
             raise RolloutFailure(f"{type(error).__name__}: {error}") from error
         if kept is None:  # an override that does not say takes all
-            kept = sum(group is not None for group in groups) if isinstance(groups, list) else 1
+            kept = sum(group is not None for group in as_list(groups))
         return groups, kept
 
     async def roll_out_in_time(self, item: Item) -> Any:
@@ -224,7 +224,7 @@ def note_sampling(group: Any, record: VersionRecord) -> None:
             say_that_sampling_differs()
     if oldest is None:
         return
-    count = 0 if rows is None else len(rows)
+    count = len(rows or ())
     if group.get("weight_versions") is None:
         group.update(weight_fields([oldest] * count))
     elif group.get("weight_epochs") is None and oldest.epoch:

@@ -11,7 +11,7 @@ from atroposlib.envs.runner.delivery import Delivery
 from atroposlib.envs.runner.reporting import Reports
 from atroposlib.envs.runner.rollout import Rollouts
 from atroposlib.envs.runner.serve import Serving
-from atroposlib.envs.runner.state import Author, RunState
+from atroposlib.envs.runner.state import Author, RunState, take_item
 from atroposlib.envs.runner.workers import Workers
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.server_manager import ServerManager
@@ -74,7 +74,7 @@ class Runner:
             while groups < target and (running or not exhausted):
                 missing = target - groups
                 while not exhausted and len(running) < min(state.max_num_workers, missing):
-                    item = state.backlog.pop() if state.backlog else await self.author.next_item()
+                    item = await take_item(state, self.author)
                     if item is None:
                         logger.info("no more items after %d groups", groups)
                         exhausted = True
@@ -83,7 +83,9 @@ class Runner:
                 finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in finished:
                     groups += task.result()
-                    failed_in_a_row = 0 if task.result() else failed_in_a_row + 1
+                    failed_in_a_row += 1
+                    if task.result():
+                        failed_in_a_row = 0
                 state.curr_step = groups
                 logger.info("%d of %d groups (%s dropped)", groups, target, state.drops)
                 if 0 < state.config.max_consecutive_failures <= failed_in_a_row:

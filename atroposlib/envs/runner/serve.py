@@ -135,17 +135,16 @@ class Serving:
         self.reports.start_wandb(self.state.wandb_project, self.state.wandb_group)
 
     async def _post_registration(self) -> dict[str, Any]:
-        return await self.connections.service.post(
-            "/register-env",
-            {
-                "max_token_length": self.state.config.max_token_length,
-                "desired_name": self.reports.label,
-                "weight": self.state.config.inference_weight,
-                "min_batch_allocation": self.state.config.min_batch_allocation,
-                "group_size": self.state.config.group_size,
-                **({"stream": self.workers.stream} if self.state.config.exact_resume else {}),
-            },
-        )
+        registration = {
+            "max_token_length": self.state.config.max_token_length,
+            "desired_name": self.reports.label,
+            "weight": self.state.config.inference_weight,
+            "min_batch_allocation": self.state.config.min_batch_allocation,
+            "group_size": self.state.config.group_size,
+        }
+        if self.state.config.exact_resume:
+            registration["stream"] = self.workers.stream
+        return await self.connections.service.post("/register-env", registration)
 
     async def register(self) -> None:
         """Register, waiting for the trainer as long as `service_timeout` allows."""
@@ -370,11 +369,9 @@ class Serving:
 
     async def _stop(self) -> None:
         """Cancel what runs, say goodbye, close files and connections."""
-        tasks = (
-            self.state.workers
-            | self.state.eval_workers
-            | ({self.state.eval_runner} if self.state.eval_runner else set())
-        )
+        tasks = self.state.workers | self.state.eval_workers
+        if self.state.eval_runner is not None:
+            tasks.add(self.state.eval_runner)
         for task in tasks:
             task.cancel()
         if tasks:

@@ -23,6 +23,7 @@ from atroposlib.envs.config import (
     SERVER_MANAGER_NAMESPACE,
     BaseEnvConfig,
 )
+from atroposlib.envs.runner.state import as_list
 from atroposlib.errors import UsageError
 from atroposlib.inference.server_manager import APIServerConfig, ServerBaseline, ServerManagerConfig
 from atroposlib.utils.yaml_files import YamlError, load_yaml, read_yaml
@@ -160,7 +161,9 @@ def nearest(name: str, names: Iterable[str], prefix: str = "", cutoff: float = 0
     matches = matches or difflib.get_close_matches(
         name.rpartition(".")[2], bare, n=1, cutoff=cutoff
     )
-    return f" (did you mean {prefix}{bare.get(matches[0], matches[0])}?)" if matches else ""
+    if not matches:
+        return ""
+    return f" (did you mean {prefix}{bare.get(matches[0], matches[0])}?)"
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -320,16 +323,16 @@ def merged_servers(
         UsageError: a value that does not validate, or a key that is a known one, misspelt.
     """
     in_yaml = in_yaml or []
-    listed = in_yaml if isinstance(in_yaml, list) else [in_yaml]
     entries = [
         known_keys(entry, APIServerConfig.model_fields, f"`{namespace}` of the YAML file")
-        for entry in listed
+        for entry in as_list(in_yaml)
     ]
-    if isinstance(default, list):
-        base = all_settings(default[0]) if len(default) == 1 else {}
-    else:
-        base = all_settings(default)
-    single = base | (entries[0] if len(entries) == 1 else {}) | flags
+    single: dict[str, Any] = {}
+    if len(as_list(default)) == 1:
+        single = all_settings(as_list(default)[0])
+    if len(entries) == 1:
+        single |= entries[0]
+    single |= flags
     validated(APIServerConfig, single, namespace)
     for entry in entries:
         validated(APIServerConfig, entry, namespace)
@@ -348,7 +351,9 @@ def merged_servers(
     if type(default) is ServerBaseline and not any(entries) and not flags:
         return default
     server = APIServerConfig(**single)
-    return server if isinstance(default, APIServerConfig) else [server]
+    if isinstance(default, APIServerConfig):
+        return server
+    return [server]
 
 
 def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:
@@ -384,6 +389,8 @@ def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:
             hidden = not problem["loc"] or is_secret(
                 str(problem["loc"][0]), model.model_fields.get(str(problem["loc"][0]))
             )
-            value = "" if hidden else f" {problem['input']!r:.80}"
+            value = f" {problem['input']!r:.80}"
+            if hidden:
+                value = ""
             # Not `from error`: a traceback would show the input.
             raise UsageError(f"--{flag}{value}: {message}") from None

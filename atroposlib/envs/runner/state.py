@@ -1,15 +1,21 @@
-"""The state of a run that the runner's parts share, and the methods of an environment that they call."""
+"""The state of a run that the runner's parts share."""
 
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.runner.exact_resume import ItemPosition
 from atroposlib.type_definitions import Item
 from atroposlib.utils.jsonl import JsonLinesWriter
 from atroposlib.wire.groups import DropCounter
+
+if TYPE_CHECKING:
+    from atroposlib.envs.base import BaseEnv as Author
+else:
+    Author = Any
+"""The environment, whose methods the parts call: an override holds wherever they are called."""
 
 T = TypeVar("T")
 
@@ -60,8 +66,9 @@ class RunState:
         self.eval_runner: asyncio.Task[Any] | None = None
         self.running_items: dict[str, RunningItem] = {}
         self.backlog: list[Item] = []
-        at_once = config.max_num_workers_per_node * servers
-        self.max_num_workers = config.max_num_workers if config.max_num_workers > 0 else at_once
+        self.max_num_workers = config.max_num_workers
+        if self.max_num_workers <= 0:
+            self.max_num_workers = config.max_num_workers_per_node * servers
 
         # Counters, and values for the next metrics
         self.drops = DropCounter()
@@ -113,47 +120,18 @@ class View(Generic[T]):
             instance.__dict__[self.name] = value
 
 
-class Author(Protocol):
-    """The methods of an environment that the runner calls. An override holds wherever they are
-    called.
-    """
+def as_list(value: Any) -> list[Any]:
+    """Return a list as it is, and anything else as a list of one entry."""
+    if isinstance(value, list):
+        return value
+    return [value]
 
-    name: str | None
-    sends_chats: ClassVar[bool]
 
-    @property
-    def tokenizer(self) -> Any: ...
-    async def setup(self) -> None: ...
-    async def get_next_item(self) -> Item: ...
-    async def next_item(self) -> Item: ...
-    async def item_at(self, number: int) -> Item: ...
-    async def evaluate(self) -> Any: ...
-    async def collect_trajectory(self, item: Item) -> tuple[Any, list[Item]]: ...
-    async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]: ...
-    async def postprocess_histories(self, trajectories: Any) -> Any: ...
-    async def handle_send_to_api(
-        self,
-        scored_data: Any,
-        item: Item = None,
-        do_send_to_api: bool = True,
-        abort_on_any_max_length_exceeded: bool = True,
-    ) -> int: ...
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None: ...
-    async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None: ...
-    async def cleanup(self) -> None: ...
-    async def wait_for_servers(self) -> None: ...
-    async def setup_wandb(self) -> None: ...
-    async def register_env(self) -> None: ...
-    async def get_server_info(self) -> None: ...
-    async def get_status(self) -> None: ...
-    async def env_step_checks(self) -> None: ...
-    async def add_train_workers(self) -> None: ...
-    async def handle_env(self, item_uuid: str) -> Any: ...
-    def load_checkpoint(self) -> None: ...
-    def save_checkpoint(self, step: int) -> None: ...
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None: ...
-    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]: ...
-    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]: ...
+async def take_item(state: RunState, author: Author) -> Item:
+    """Return the item to begin now: of the backlog, else a new one."""
+    if state.backlog:
+        return state.backlog.pop()
+    return await author.next_item()
 
 
 def label_of(author: Author, config: BaseEnvConfig) -> str:

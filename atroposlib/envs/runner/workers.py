@@ -18,7 +18,7 @@ from atroposlib.envs.config import EvalHandlingEnum
 from atroposlib.envs.runner.connections import Connections
 from atroposlib.envs.runner.exact_resume import ItemPosition, ResumeWindow, current_item
 from atroposlib.envs.runner.rollout import Rollouts
-from atroposlib.envs.runner.state import Author, RunningItem, RunState, label_of
+from atroposlib.envs.runner.state import Author, RunningItem, RunState, label_of, take_item
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.client import APIServer
 from atroposlib.type_definitions import Item
@@ -115,8 +115,10 @@ class Workers:
         self.fatal: EnvironmentFailure | None = None
         self.failures_in_a_row = 0
         self.busy_when_asked = 0
-        self.window = ResumeWindow() if self.state.config.exact_resume else None
+        self.window: ResumeWindow | None = None
         """With `exact_resume`, the items from which the next batch is made."""
+        if self.state.config.exact_resume:
+            self.window = ResumeWindow()
         self._items: dict[int, Item] = {}
         self._items_made = 0
         """Calls of `get_next_item` since `setup` that gave an item, with `exact_resume`."""
@@ -250,10 +252,7 @@ class Workers:
         """
         window = self.window
         if window is None:
-            return (
-                -1,
-                self.state.backlog.pop() if self.state.backlog else await self.author.next_item(),
-            )
+            return -1, await take_item(self.state, self.author)
         while True:
             number = window.next_number()
             if number not in self._items:

@@ -17,11 +17,11 @@ def what_is_open(secret: str, port: int, name: str, parent: int, disk: int) -> d
         parent: process id of whoever made the sandbox.
         disk: bytes that may be written.
     """
-    found = {}
+    openings = {}
     for path in (secret, "/etc/passwd", "/proc/self/environ", "/proc/1/environ"):
         try:
             with open(path, "rb"):
-                found["files"] = f"a program could open {path}"
+                openings["files"] = f"a program could open {path}"
         except OSError:
             continue
     for family, address in ((socket.AF_INET, ("127.0.0.1", port)), (socket.AF_UNIX, name)):
@@ -29,13 +29,13 @@ def what_is_open(secret: str, port: int, name: str, parent: int, disk: int) -> d
             with socket.socket(family) as client:
                 client.settimeout(1)
                 client.connect(address)
-                found["network"] = f"a program could connect to {address!r}"
+                openings["network"] = f"a program could connect to {address!r}"
         except OSError:
             continue
     if os.getpid() != 2:  # in a process-id namespace the program is the second
         try:
             os.kill(parent, 0)
-            found["processes"] = f"a program could signal process {parent}"
+            openings["processes"] = f"a program could signal process {parent}"
         except OSError:
             pass
     written = 0
@@ -48,8 +48,8 @@ def what_is_open(secret: str, port: int, name: str, parent: int, disk: int) -> d
         except OSError:
             continue
     if written > disk:
-        found["disk"] = f"a program could write {written} bytes of {disk}"
+        openings["disk"] = f"a program could write {written} bytes of {disk}"
     # A new user namespace, of which nothing is known in here otherwise.
     if ctypes.CDLL(None, use_errno=True).unshare(0x10000000) == 0:
-        found["syscalls"] = "a program could make namespaces of its own"
-    return found
+        openings["syscalls"] = "a program could make namespaces of its own"
+    return openings

@@ -83,11 +83,11 @@ class Memory:
 
     def _descendants(self) -> list[str]:
         """Processes whose parents ended are children of this one, which adopts them."""
-        found = [os.readlink("self", dir_fd=self._proc)]
-        for name in found:
+        names = [os.readlink("self", dir_fd=self._proc)]
+        for name in names:
             for task in self._tasks(name):
-                found += self._read(f"{name}/task/{task}/children").decode().split()
-        return found[1:]
+                names += self._read(f"{name}/task/{task}/children").decode().split()
+        return names[1:]
 
     def _of_process(self, name: str) -> tuple[int, int]:
         counted = bytes_of(self._read(f"{name}/status"))

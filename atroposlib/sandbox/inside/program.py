@@ -36,7 +36,7 @@ def limit(order: Order, others: int) -> None:
         order: the limits.
         others: processes that the kernel counts along with the program's.
     """
-    wanted = {
+    limits = {
         resource.RLIMIT_CPU: (order["cpu_seconds"], order["cpu_seconds"] + 1),
         resource.RLIMIT_AS: (order["memory"],) * 2,
         resource.RLIMIT_FSIZE: (order["disk"],) * 2,
@@ -46,8 +46,8 @@ def limit(order: Order, others: int) -> None:
         resource.RLIMIT_SIGPENDING: (256,) * 2,
     }
     none = ("CORE", "MEMLOCK", "MSGQUEUE", "NICE", "RTPRIO")
-    wanted |= {getattr(resource, f"RLIMIT_{name}"): (0, 0) for name in none}
-    for which, (soft, hard) in wanted.items():
+    limits |= {getattr(resource, f"RLIMIT_{name}"): (0, 0) for name in none}
+    for which, (soft, hard) in limits.items():
         most = resource.getrlimit(which)[1]
         if most != resource.RLIM_INFINITY:
             soft, hard = min(soft, most), min(hard, most)
@@ -80,12 +80,12 @@ def take_descriptors(request: int, output: int, results: int) -> dict[str, Any]:
     open.
     """
     size = os.fstat(request).st_size
-    asked: dict[str, Any] = json.loads(os.pread(request, size, 0))
+    task: dict[str, Any] = json.loads(os.pread(request, size, 0))
     stdin = os.open("/dev/null", os.O_RDONLY)
-    if asked["stdin"]:
+    if task["stdin"]:
         stdin = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(stdin, "wb", closefd=False) as file:
-            file.write(asked["stdin"].encode(errors="surrogatepass"))
+            file.write(task["stdin"].encode(errors="surrogatepass"))
         os.lseek(stdin, 0, os.SEEK_SET)
         # The program holds a descriptor that can write: without seals it could keep data of its own
         # in this memory.
@@ -99,7 +99,7 @@ def take_descriptors(request: int, output: int, results: int) -> dict[str, Any]:
     for fd, place in ((stdin, 0), (output, 1), (output, 2), (results, RESULTS)):
         os.dup2(fd, place)
     os.closerange(RESULTS + 1, 4096)
-    return asked
+    return task
 
 
 def tell(entry: dict[str, Any], write: Callable[[int, bytes], int] = os.write) -> None:
@@ -117,7 +117,7 @@ def problem_of(error: BaseException) -> str:
         return "an exception that cannot be shown"
 
 
-def run(asked: dict[str, Any]) -> None:
+def run(task: dict[str, Any]) -> None:
     """Run the program, and call its function with each of the arguments."""
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
@@ -125,13 +125,13 @@ def run(asked: dict[str, Any]) -> None:
     os.environ.clear()
     own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.argv, sys.path[:] = ["program.py"], [path for path in sys.path if path != own_folder]
-    function = asked["function"]
+    function = task["function"]
     # A module of its own, as dataclasses and pickle expect one.
     module = types.ModuleType("program" if function else "__main__")
     sys.modules[module.__name__], names = module, module.__dict__
     say = tell
     try:
-        exec(compile(asked["code"], "program.py", "exec"), names)
+        exec(compile(task["code"], "program.py", "exec"), names)
         if not function:
             sys.stdout.flush()
             say({"done": True})
@@ -146,7 +146,7 @@ def run(asked: dict[str, Any]) -> None:
         else:
             say({"problem": problem_of(error)})
         return
-    for number, arguments in enumerate(asked["calls"]):
+    for number, arguments in enumerate(task["calls"]):
         try:
             say({"call": number, "value": call(*arguments)})
         except BaseException as error:  # noqa: BLE001
@@ -160,11 +160,11 @@ def become_program(
     code = 70
     try:
         os.setsid()
-        asked = take_descriptors(*descriptors)
+        task = take_descriptors(*descriptors)
         limit(order, others)
         give_up_rights(order, mode, readable)
         gc.enable()
-        run(asked)
+        run(task)
         code = 0
         with contextlib.suppress(BaseException):
             sys.stdout.flush()

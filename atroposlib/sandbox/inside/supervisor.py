@@ -107,8 +107,9 @@ def missing(mode: str) -> dict[str, str]:
     """
     wrong = {}
     machine = os.uname().machine
-    without_filter = f"no seccomp table for {machine}" if machine not in filters.AUDIT_ARCH else ""
-    if without_filter:
+    without_filter = ""
+    if machine not in filters.AUDIT_ARCH:
+        without_filter = f"no seccomp table for {machine}"
         wrong["syscalls"] = without_filter
     if mode == "restricted":
         try:
@@ -158,11 +159,11 @@ def begin(order: Order, mode: str, readable: list[str], descriptors: list[int]) 
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if mode == "user_namespace":
             root_filesystem.map_one_user(0, 0, inside=root_filesystem.NOBODY)
-        told = watch(order, mode, readable, (request, output, results), status)
+        report = watch(order, mode, readable, (request, output, results), status)
     except BaseException as error:  # noqa: BLE001 (told to whoever ordered it, who raises it)
-        told = {"broken": f"{type(error).__name__}: {error}"}
+        report = {"broken": f"{type(error).__name__}: {error}"}
     with contextlib.suppress(OSError):
-        status.send(json.dumps(told).encode())
+        status.send(json.dumps(report).encode())
     os._exit(0)
 
 
@@ -331,26 +332,24 @@ def main() -> None:
     for mode in MODES:
         if mode == "users" and os.geteuid() != 0:
             continue
-        heard, said = os.pipe()
+        error_end, error_write_end = os.pipe()
         child = os.fork()
         if child == 0:
-            os.close(heard)
+            os.close(error_end)
             try:
-                enter(mode, readable, [said, control.fileno()])
-                users = (
-                    root_filesystem.mapped_users()
-                    if os.geteuid() == 0 and mode != "user_namespace"
-                    else (0, 1)
-                )
-                told = {"mode": mode, "missing": missing(mode), "refusals": refusals}
-                os.close(said)
-                control.send(json.dumps(told).encode())
+                enter(mode, readable, [error_write_end, control.fileno()])
+                users = (0, 1)
+                if os.geteuid() == 0 and mode != "user_namespace":
+                    users = root_filesystem.mapped_users()
+                report = {"mode": mode, "missing": missing(mode), "refusals": refusals}
+                os.close(error_write_end)
+                control.send(json.dumps(report).encode())
                 keep(control, mode, readable, users)
             except BaseException as error:  # noqa: BLE001 (said to the parent, which tries the next way)
-                os.write(said, f"{error}".encode()[:4000] or b"unknown")
+                os.write(error_write_end, f"{error}".encode()[:4000] or b"unknown")
             os._exit(1)
-        os.close(said)
-        with open(heard, encoding="utf-8", errors="replace") as file:
+        os.close(error_write_end)
+        with open(error_end, encoding="utf-8", errors="replace") as file:
             wrong = file.read()
         if not wrong:
             control.close()
