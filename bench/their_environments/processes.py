@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from bench.public_server import PUBLIC
+from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.launcher import roles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,40 +129,6 @@ def link(place: Path, target: Path) -> None:
         place.symlink_to(target.resolve(), target_is_directory=True)
 
 
-@contextmanager
-def running(
-    command: Sequence[str | Path],
-    log: Path,
-    cwd: Path | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, ended with all that it started."""
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            cwd=cwd,
-            env=None if environ is None else dict(environ),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            end(process)
-
-
-def end(process: subprocess.Popen[bytes], patience: float = 8.0) -> None:
-    """SIGTERM to the group, then SIGKILL."""
-    for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-    with suppress(ProcessLookupError):  # what it started may have outlived it
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def wait_for(what: str, probe: Callable[[], bool], seconds: float) -> bool:
     """Whether it came true in time. Asks every tenth of a second."""
     deadline = time.monotonic() + seconds
@@ -187,7 +154,9 @@ def server(command: Sequence[str | Path], url: str, log: Path) -> Iterator[None]
     Raises:
         RuntimeError: it gave none within a minute.
     """
-    with running(command, log, cwd=ROOT):
+    words = [str(word) for word in command]
+    with Supervisor() as supervisor:
+        supervisor.start(str(command[0]), words, log, directory=ROOT, grace=8.0)
         if not wait_for(url, lambda: answers(url), 60):
             raise RuntimeError(
                 f"{command[0]} did not start: {log.read_text(errors='replace')[-1000:]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from example_trainer.launcher import roles
 from tests.conftest import Processes
 from tests.example_trainer.in_process import Trainers
 
@@ -49,16 +49,7 @@ def make_checkpoint(folder: Path, **sizes: int) -> Path:
 def rollout_service(session_processes: Processes, free_port: Callable[[], int]) -> str:
     """A rollout service's address."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "atroposlib.cli.run_api",
-        "--port",
-        str(port),
-        "--store",
-        "memory",
-    ]
-    session_processes.start("service", command)
+    session_processes.start("service", roles.service("127.0.0.1", port, store="memory"))
     session_processes.wait_for_http(f"http://127.0.0.1:{port}", seconds=180)
     return f"http://127.0.0.1:{port}"
 

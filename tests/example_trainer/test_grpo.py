@@ -8,7 +8,6 @@ import json
 import random
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from example_trainer.child_processes.processes import ManagedProcess
-from tests.conftest import ROOT, Processes
+from example_trainer.launcher import roles
+from tests.conftest import Processes
 
 pytestmark = pytest.mark.e2e
 
@@ -63,40 +63,20 @@ class Run:
             ).raise_for_status()
 
     def trainer(self, *options: str) -> ManagedProcess:
-        command = [
-            sys.executable,
-            "-u",
-            str(ROOT / "example_trainer" / "grpo.py"),
-            "--model-name",
-            str(self.model),
-        ]
-        command += [
-            "--atropos-url",
-            self.url,
-            "--training-steps",
-            str(STEPS),
-            "--lr",
-            "1e-2",
-            "--lr-schedule",
-            "linear",
-        ]
-        command += [
-            "--batch-size",
-            "3",
-            "--gradient-accumulation-steps",
-            "1",
-            "--seq-len",
-            "64",
-            "--num-threads",
-            "1",
-        ]
-        command += [
-            "--save-path",
-            str(self.folder / "checkpoints"),
-            "--log-dir",
-            str(self.folder / "logs"),
-        ]
-        command += ["--vllm-restart-interval", "0", *options]
+        settings: dict[str, roles.Value] = {
+            "training_steps": STEPS,
+            "lr": 1e-2,
+            "lr_schedule": "linear",
+            "batch_size": 3,
+            "gradient_accumulation_steps": 1,
+            "seq_len": 64,
+            "num_threads": 1,
+            "save_path": self.folder / "checkpoints",
+            "log_dir": self.folder / "logs",
+            "vllm_restart_interval": 0,
+        }
+        words = roles.trainer(self.model, None, self.url, settings)
+        command = [*roles.anywhere(words), *options]
         return self.processes.start("trainer", command, directory=self.folder)
 
     def failed(self, trainer: ManagedProcess) -> list[str]:

@@ -7,7 +7,6 @@ import os
 import random
 import shlex
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from example_trainer.batch.groups import Rules, parse_batch
 from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
+from example_trainer.launcher import roles
 from example_trainer.models import Decoder, load_model
 from example_trainer.process import StopSignal
 from example_trainer.training.reference import ReferenceSettings
@@ -67,15 +67,7 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    service_command = [
-        sys.executable,
-        "-m",
-        "atroposlib.cli.run_api",
-        "--port",
-        str(port),
-        "--store",
-        str(tmp_path / "s.db"),
-    ]
+    service_command = roles.service("127.0.0.1", port, store=tmp_path / "s.db")
 
     def start_service() -> Any:
         started = processes.start("service", service_command)
@@ -83,16 +75,9 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
         return started
 
     def worker(name: str, model: Path = MODEL) -> list[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "example_trainer.reference_worker",
-            "--model-name",
-            str(model),
-            "--atropos-url",
-            url,
-        ]
-        return [*command, "--deterministic", "--name", name, "--lease-seconds", "3"]
+        return roles.reference_worker(
+            str(model), url, deterministic=True, name=name, lease_seconds=3
+        )
 
     def seen() -> dict[str, Any]:
         found: dict[str, Any] = httpx.get(f"{url}/reference", timeout=60).raise_for_status().json()

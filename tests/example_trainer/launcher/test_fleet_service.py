@@ -4,7 +4,6 @@ and restart.sh read.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.child_processes.readiness import post_json
+from example_trainer.launcher import roles
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import FleetRow, join, look, published_fleet
 from tests.conftest import Processes
@@ -24,15 +24,7 @@ def test_the_table_that_is_published_is_the_table_that_is_read(
 ) -> None:
     port = free_port()
     service = f"http://localhost:{port}"
-    command = [
-        sys.executable,
-        "-m",
-        "atroposlib.cli.run_api",
-        "--port",
-        str(port),
-        "--store",
-        tmp_path / "rollouts.db",
-    ]
+    command = roles.service("127.0.0.1", port, store=tmp_path / "rollouts.db")
     processes.start("service", command, environment={"ROLLOUT_API_KEY": KEY})
     processes.wait_for_http(f"{service}/", 180)
     assert published_fleet(service, KEY) is None, "no trainer has said anything"

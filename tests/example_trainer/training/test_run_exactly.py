@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import hashlib
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from example_trainer import grpo
 from example_trainer.batch.client import RolloutClient
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.command_line import parse_config
+from example_trainer.launcher import roles
 from example_trainer.process import StopSignal
 from example_trainer.training import checkpoints as checkpointing
 from example_trainer.training import loop
@@ -144,10 +144,8 @@ class Run:
         self.service = self.start_service()
 
     def start_service(self) -> ManagedProcess:
-        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(self.port)]
-        service = self.processes.start(
-            "service", [*command, "--store", self.folder / "rollouts.db"]
-        )
+        command = roles.service("127.0.0.1", self.port, store=self.folder / "rollouts.db")
+        service = self.processes.start("service", command)
         self.processes.wait_for_http(self.url, 180)
         return service
 
