@@ -120,19 +120,16 @@ class RunPage:
         """
         packs = accepts_gzip(request.headers)
 
-        def written() -> Response:
+        def write() -> Response:
             answer = json_answer(ask())
             if packs and len(answer.body) >= GZIP_FROM:
-                body = gzip.compress(answer.body, GZIP_LEVEL, mtime=0)
-                return Response(
-                    body,
-                    headers={"Content-Encoding": "gzip", "Vary": "Accept-Encoding"},
-                    media_type=answer.media_type,
-                )
+                answer.body = gzip.compress(answer.body, GZIP_LEVEL, mtime=0)
+                packed = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+                answer.headers.update(packed | {"Content-Length": str(len(answer.body))})
             return answer
 
         threads = self._searching if of_rollouts else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, written)
+        return await asyncio.get_running_loop().run_in_executor(threads, write)
 
     def render(self, scope: Scope, template: str, code: int = 200, **context: Any) -> HTMLResponse:
         """Return a page from a template.

@@ -35,13 +35,13 @@ SECRET_NAME = re.compile(
 )
 
 
-def given_or_variable(given: str | SecretStr | None, variable: str | None) -> str | None:
-    """Return the given key, or else the variable's; None if there is neither."""
-    if isinstance(given, SecretStr):
-        given = given.get_secret_value()
-    if given is not None and given not in PLACEHOLDERS:
-        return given
-    return (os.environ.get(variable) or None) if variable else None
+def given_or_variable(key: str | SecretStr | None, variable: str | None) -> str | None:
+    """Return the key, or else the variable's; None if there is neither."""
+    if isinstance(key, SecretStr):
+        key = key.get_secret_value()
+    if key is not None and key not in PLACEHOLDERS:
+        return key
+    return os.environ.get(variable or "") or None
 
 
 def bearer(key: str | None) -> dict[str, str]:

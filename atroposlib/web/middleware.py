@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -288,44 +288,46 @@ async def decompress(body: bytes, most: int) -> bytes:
     return await asyncio.to_thread(_inflate, body, most)
 
 
-def _inflate(packed: bytes, most: int) -> bytes:
-    """Unpack a body, which may be several gzip members in a row (RFC 1952), padded with zeros."""
-    out: list[bytes] = []
-    size = 0
-    rest = packed
-    while True:
+def _parts(packed: bytes, size: int) -> Iterator[bytes]:
+    """Yield what a body unpacks to, `size` bytes at a time at most. It may be several gzip members in
+    a row (RFC 1952), padded with zeros.
+
+    Raises:
+        zlib.error: this is not gzip, or not all of it.
+    """
+    while packed:
         member = zlib.decompressobj(wbits=31)
-        out.append(member.decompress(rest, most - size))
-        size += len(out[-1])
+        while not member.eof:
+            part = member.decompress(packed, size)
+            packed = member.unconsumed_tail
+            if not part and not packed and not member.eof:
+                raise zlib.error("the last member is not complete")
+            yield part
+        packed = member.unused_data.lstrip(b"\0")
+
+
+def _inflate(packed: bytes, most: int) -> bytes:
+    """Unpack a body. The result is cut off at `most` bytes."""
+    parts, size = [], 0
+    for part in _parts(packed, most):
+        parts.append(part)
+        size += len(part)
         if size >= most:
             break
-        if not member.eof:
-            raise zlib.error("the last member is not complete")
-        rest = member.unused_data.lstrip(b"\0")
-        if not rest:
-            break
-    return b"".join(out)  # a single one is not copied
+    return b"".join(parts)[:most]
 
 
 def unpacked_size(packed: bytes, most: int) -> int:
-    """Count the bytes that gzip unpacks to, a piece at a time; `most` if there are as many or more.
+    """Count the bytes that gzip unpacks to; `most` if there are as many or more.
 
     Raises:
         zlib.error: this is not gzip, or not all of it.
     """
     size = 0
-    rest = packed
-    while rest:
-        member = zlib.decompressobj(wbits=31)
-        while not member.eof:
-            piece = member.decompress(rest, COUNTED_AT_ONCE)
-            size += len(piece)
-            if size >= most:
-                return most
-            rest = member.unconsumed_tail
-            if not piece and not rest and not member.eof:
-                raise zlib.error("the last member is not complete")
-        rest = member.unused_data.lstrip(b"\0")
+    for part in _parts(packed, COUNTED_AT_ONCE):
+        size += len(part)
+        if size >= most:
+            return most
     return size
 
 

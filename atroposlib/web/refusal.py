@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+from pydantic import ValidationError
 from starlette.responses import PlainTextResponse, Response
 
 
@@ -31,6 +32,17 @@ def detail_answer(refusal: HTTPRefusal) -> Response:
         return PlainTextResponse(refusal.detail, refusal.status, refusal.headers)
     body = orjson.dumps({"detail": refusal.detail})
     return Response(body, refusal.status, refusal.headers, "application/json")
+
+
+def fault_of(error: Exception) -> str:
+    """Return an error in one line; of a record that pydantic refuses, the first fault and its field.
+
+    The input is left out, for it may be long or secret.
+    """
+    if not isinstance(error, ValidationError):
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    fault = error.errors(include_input=False, include_url=False)[0]
+    return ": ".join([".".join(map(str, fault["loc"])) or error.title, fault["msg"]])
 
 
 def openai_error(status: int, message: str) -> dict[str, dict[str, Any]]:

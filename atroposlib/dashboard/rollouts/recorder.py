@@ -33,6 +33,7 @@ from atroposlib.dashboard.rollouts.archive import (
 from atroposlib.dashboard.rollouts.rollout_stats import TrainerReport
 from atroposlib.dashboard.rollouts.text import tokenizer_content
 from atroposlib.utils.whole_files import disk_refusal
+from atroposlib.web.refusal import fault_of
 
 logger = logging.getLogger(__name__)
 
@@ -335,8 +336,7 @@ class RolloutRecorder:
         refused = "the trainer's report of tokens is not kept for the page"
         if isinstance(entry, PostedGroup):
             refused = f"group {entry.seq} is not kept for the page"
-        reason = " ".join(str(error).split())
-        self._warn(f"{refused}: {type(error).__name__}: {reason}")
+        self._warn(f"{refused}: {fault_of(error)}")
 
     def _warn(self, text: str) -> None:
         now = time.monotonic()

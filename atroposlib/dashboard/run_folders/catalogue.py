@@ -76,11 +76,10 @@ class RunCatalogue:
 
     def default(self) -> str:
         """Return the run that a page shows by default; empty if there is none."""
-        live = self._live()
-        if live is not None:  # whose page never waits for a look into folders
-            return live.id
-        runs = self.list_runs()
-        return runs[0].id if runs else ""
+        try:
+            return self.files("").id
+        except UnknownRunError:
+            return ""
 
     def files(self, run: str) -> RunFiles:
         """Return the files of a run.
@@ -92,7 +91,7 @@ class RunCatalogue:
             UnknownRunError: there is no such run.
         """
         live = self._live()
-        if live is not None and run in ("", live.id):
+        if live is not None and run in ("", live.id):  # it never waits for a look into folders
             return live
         matching = [files for files in self.list_runs() if run in ("", files.id)]
         if not matching:

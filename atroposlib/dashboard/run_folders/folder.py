@@ -110,7 +110,7 @@ def find_runs(root: Path) -> list[RunFiles]:
     ]
     shown_groups = {file for run in runs for file in run.groups}
     runs += [_of_groups(file, root) for file in groups if file not in shown_groups]
-    return sorted(runs, key=lambda run: -changed(run))[:MAX_RUNS]
+    return sorted(runs, key=changed, reverse=True)[:MAX_RUNS]
 
 
 def holds_groups(path: Path) -> bool:

@@ -43,6 +43,7 @@ from atroposlib.web.access import (
 )
 from atroposlib.web.bounded_protocol import prove_connection
 from atroposlib.web.middleware import StatusRecorder
+from atroposlib.web.refusal import fault_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +124,10 @@ class Sessions:
         except FileNotFoundError:
             self._save()
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
             logger.warning(
-                "%s cannot be read (%s): everybody has to sign in to the page again", path, reason
+                "%s cannot be read (%s): everybody has to sign in to the page again",
+                path,
+                fault_of(error),
             )
             self._save()
         else:

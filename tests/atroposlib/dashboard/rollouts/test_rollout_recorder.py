@@ -56,7 +56,7 @@ def report(sequence: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def test_groups_and_what_the_trainer_tells_of_them_are_kept_and_a_model_makes_text(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, told = tmp_path / "observed" / "rollouts.db", Told()
     recorder = RolloutRecorder(path.parent, on_kept=told)
@@ -67,6 +67,9 @@ def test_groups_and_what_the_trainer_tells_of_them_are_kept_and_a_model_makes_te
     recorder.reported([4, 5], {"sequences": "nonsense"})
     told.wait_for(2)
     recorder.close()
+    assert caplog.messages == [
+        "the trainer's report of tokens is not kept for the page: sequences: Input should be a valid list"
+    ]
     recorder.posted([(6, "late", body((0.0, 1)))])
     assert recorder.stats() == {"recorded": 2, "left_out": 0}
     source = Archive(path, read_only=True)

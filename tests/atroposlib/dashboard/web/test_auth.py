@@ -73,12 +73,17 @@ def test_a_session_that_was_signed_out_is_over_after_a_restart(tmp_path: Path) -
     "content",
     ["", "{}", "[]", '{"salt": "", "ended": {}}', '{"salt": "' + "0" * 32 + '", "ended": 1}'],
 )
-def test_without_a_whole_file_every_session_is_over(tmp_path: Path, content: str) -> None:
+def test_without_a_whole_file_every_session_is_over(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
     clock, file = Clock(), tmp_path / "sessions.json"
     cookie = kept(file, clock).begin()
     file.write_text(content)
     sessions = kept(file, clock)
     assert sessions.ends(cookie) is None
+    (line,) = caplog.messages
+    assert line.startswith(f"{file} cannot be read")
+    assert "\n" not in line
     assert kept(file, clock).ends(sessions.begin()) is not None, "the file is whole again"
 
 
