@@ -257,10 +257,10 @@ class ChatTemplate:
             as_text = number == 0
             earlier, dressed = dress("-"), dress(self._stand_in)
             stood = [
-                undressed(message, as_text) | (dressed if place == index else earlier)
-                if place <= index and message.get("role") == "assistant"
+                undressed(message, as_text) | (dressed if position == index else earlier)
+                if position <= index and message.get("role") == "assistant"
                 else message
-                for place, message in enumerate(form)
+                for position, message in enumerate(form)
             ]
             try:
                 text = self._apply(stood, chat)
@@ -337,25 +337,27 @@ class ChatTemplate:
         """
         messages = next(self._forms(chat.messages))
         kept = [
-            (place, text)
-            for place, message in enumerate(messages)
+            (position, text)
+            for position, message in enumerate(messages)
             if message.get("role") == "assistant"
             and _TAG.search(text := (message.get("content") or ""))
         ]
         marks = [f"{self._stand_in}{number:06d}" for number in range(len(kept))]
-        for (place, _), mark in zip(kept, marks, strict=True):
-            messages[place] = messages[place] | {"content": mark}
+        for (position, _), mark in zip(kept, marks, strict=True):
+            messages[position] = messages[position] | {"content": mark}
         rendered = self._apply(messages, chat)
         if any(rendered.count(mark) != 1 for mark in marks):
             return None
-        for (place, text), mark in zip(kept, marks, strict=True):
+        for (position, text), mark in zip(kept, marks, strict=True):
             before, _, behind = rendered.partition(mark)
             if text.lstrip() and _TAG.match(text.lstrip()):
                 # The template opens a block in front of every answer. The answer brings its own.
                 before = _OPENED_BEFORE.sub("", before)
             rendered = (
                 before
-                + self._control.guard_messages([messages[place] | {"content": text}])[0]["content"]
+                + self._control.guard_messages([messages[position] | {"content": text}])[0][
+                    "content"
+                ]
                 + behind
             )
         return rendered

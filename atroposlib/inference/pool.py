@@ -276,7 +276,7 @@ class ServerIsAway(Exception):
 
 
 class MovedElsewhere(Exception):
-    """The server has been away for so long that its requests are asked of another."""
+    """The server has been away for so long that its requests go to another one."""
 
 
 class CutOff(Exception):

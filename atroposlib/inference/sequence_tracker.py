@@ -38,7 +38,7 @@ class SequenceNode(BaseModel):
         masked_tokens: the token id where it was sampled, -100 where it was given.
         logprobs: logprob where it was sampled, 1.0 where it was given.
         weight_version: version of the oldest weights that a token was sampled under, if known.
-        weight_epoch: the trainer's life that made those weights, if known; see `Weights`.
+        weight_epoch: the trainer session that made those weights, if known; see `Weights`.
         weight_spans: the weights of all its sampled tokens, in their order, if known of every one.
         sampling: with which parameters its sampled tokens were sampled, in their order, if known of
             every one.
@@ -120,7 +120,7 @@ class Turn:
         weights: the oldest of the sequence up to there; None if not known.
         spans: of the weights of its sampled tokens up to there; None if not known.
         sampling: of the parameters that they were sampled with; None where they are not known.
-        place: of the sequence that ended there; see `Kept`.
+        order: of the sequence that ended there; see `Kept`.
         exchange: the request and the answer; None where the prompt was plain text.
     """
 
@@ -129,7 +129,7 @@ class Turn:
     weights: Weights | None
     spans: list[Span] | None
     sampling: list[SamplingSpan] | None
-    place: tuple[int, ...]
+    order: tuple[int, ...]
     exchange: Exchange | None = None
 
 
@@ -141,7 +141,7 @@ class Kept:
         node: what the environment gets.
         text: the prompt's text and the text of all tokens after it, special tokens included: what a
             prompt that goes on from it begins with.
-        place: sorts the sequences. Of a first turn: (number of its request, number of the
+        order: sorts the sequences. Of a first turn: (number of its request, number of the
             completion). A continuation's begins with what it continues, so that it stands where
             that stood, whichever request was answered first.
         turns: its ends of turns, the last one its own.
@@ -150,7 +150,7 @@ class Kept:
 
     node: SequenceNode
     text: str
-    place: tuple[int, ...]
+    order: tuple[int, ...]
     turns: list[Turn]
     claims: int = 0
 
@@ -212,7 +212,7 @@ class SequenceTracker:
 
     @property
     def nodes(self) -> list[SequenceNode]:
-        """The sequences, in the order in which their first turns were asked for; a continuation in
+        """The sequences, in the order of the requests for their first turns; a continuation in
         its parent's place.
         """
         return [sequence.node for sequence in self._sequences]
@@ -337,21 +337,21 @@ class SequenceTracker:
                 weights=node.weights,
                 spans=node.weight_spans,
                 sampling=node.sampling,
-                place=(*(request.turn.place if request.turn else ()), request.number, index),
+                order=(*(request.turn.order if request.turn else ()), request.number, index),
                 exchange=exchanges[index] if exchanges else None,
             )
-            added.append(Kept(node, whole, end.place, [*beginning.turns, end]))
+            added.append(Kept(node, whole, end.order, [*beginning.turns, end]))
         if source and request.turn is source.turns[-1] and added and not self.keep_all:
             # Gone already when another branch took its place; both hold its tokens.
             self._sequences = [sequence for sequence in self._sequences if sequence is not source]
         for sequence in added:
-            insort(self._sequences, sequence, key=lambda kept: kept.place)
+            insort(self._sequences, sequence, key=lambda kept: kept.order)
         return [sequence.node for sequence in added]
 
     def _find(self, text: str) -> tuple[Kept, Turn] | tuple[None, None]:
         """The sequence and its turn that the text goes on from.
 
-        Sequences of the same text cannot be told apart by it: one that is whole goes before one
+        The text does not distinguish sequences that are equal in it: one that is whole goes before one
         that was continued already, one that no request under way continues before one that is, and
         then the first of them.
         """

@@ -156,8 +156,8 @@ class ServerManager(InferenceCalls):
             pools.get(kind, group[0].pool).adopt(group)
 
     async def wait_until_well(self) -> None:
-        """Return once a server of each kind is well, after the service was asked for the servers if
-        its fleet is followed.
+        """Return once a server of each kind is well. If the fleet is followed, first fetch its
+        servers from the service.
 
         Raises:
             InferenceUnavailable: none was in time.

@@ -49,7 +49,7 @@ class TeacherUnavailable(EnvironmentFailure):
 
 
 class TeacherRefused(RolloutFailure):
-    """The teacher cannot score this sequence, however often it is asked."""
+    """The teacher cannot score this sequence. Another attempt would not help."""
 
 
 class NoLogprob(ValueError):
@@ -59,11 +59,12 @@ class NoLogprob(ValueError):
 class TeacherServer(VLLMServer):
     """Scores sequences of token ids.
 
-    A server that says in `GET /sampling` that it knows `prompt_token_logprobs` is asked by
-    `/generate`, any other by `/v1/completions` with `prompt_logprobs`, which vLLM has. Before the
-    first sequence, and again after the server was away, its vocabulary is compared with that of
-    `tokenizer`, which must be set; and so it is when /v1/models names another model than before,
-    for which it is asked every MODEL_CHECK_SECONDS at most.
+    Requests go to `/generate` if `GET /sampling` of the server lists `prompt_token_logprobs`, else
+    to `/v1/completions` with `prompt_logprobs`, which vLLM has.
+
+    The client compares the server's vocabulary with that of `tokenizer`, which must be set: before
+    the first sequence, after the server was away, and when /v1/models names another model than
+    before. It polls that route every MODEL_CHECK_SECONDS at most.
 
     Args:
         url: address, with or without /v1.
@@ -244,7 +245,7 @@ class TeacherServer(VLLMServer):
         """Once after each start or outage, and for each model.
 
         Raises:
-            UsageError: an id means another token there, or it cannot be asked.
+            UsageError: an id means another token there, or the server refuses to show it.
         """
         async with self._comparing:
             if self._same_vocabulary:
