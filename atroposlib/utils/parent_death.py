@@ -37,7 +37,7 @@ def end_with_parent(parent: int | None = None) -> None:
     WATCH_SECONDS in any case. A process that `multiprocessing` started also notices a parent that
     ended before this call.
     """
-    _end_with(os.getppid() if parent is None else parent, forked=False)
+    _end_with(parent or os.getppid(), forked=False)
 
 
 def end_forked_with_parent() -> None:

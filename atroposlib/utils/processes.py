@@ -40,7 +40,9 @@ def identify(pid: int) -> Identity | None:
         return None
     # The second field is the command's name in brackets and may itself hold spaces and brackets.
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else Identity(pid, int(fields[19]), boot_id())
+    if fields[0] in ("Z", "X"):
+        return None
+    return Identity(pid, int(fields[19]), boot_id())
 
 
 def port_user(port: int, proc: Path = Path("/proc")) -> str:

@@ -82,8 +82,8 @@ class Patience:
         self._waited_then, self._checked = self.waited, time.monotonic()
         left = self.timeout - self._waited_then
         if left <= 0:
-            remedy = f"; {self.remedy}" if self.remedy else ""
-            raise self.error(f"{self.what}: {why} for {self.waited:.0f} s, giving up{remedy}")
+            text = f"{self.what}: {why} for {self.waited:.0f} s, giving up"
+            raise self.error("; ".join(filter(None, [text, self.remedy])))
         self.tell()
         pause = min(self.pause, left)
         self.pause = min(self.pause * 1.5, MAX_PAUSE)

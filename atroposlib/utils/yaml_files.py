@@ -97,7 +97,9 @@ def _first_line(problem: object) -> str:
 
 
 def _place(mark: yaml.Mark | None) -> str:
-    return f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    if mark is None:
+        return ""
+    return f" in line {mark.line + 1}, column {mark.column + 1}"
 
 
 def underscored(table: dict[Any, Value]) -> dict[str, Value]:
