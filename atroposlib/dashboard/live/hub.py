@@ -34,10 +34,8 @@ MAX_BYTES_WAITING = 8 << 20
 MAX_PAGES = 100
 """Pages with an open connection for events."""
 PACE_SECONDS = 0.5
-"""Between two sendings to a page: what is told within goes out together, as each sending costs more
-than what is in it."""
-EVERY_RUN = ""
-"""The name under which what is told concerns all pages, whichever run they show."""
+"""Between two sendings to a page: events within it go out together, as each sending costs more than
+its content."""
 
 HEARTBEAT_SECONDS = 10.0
 SEND_SECONDS = 20.0
@@ -54,7 +52,7 @@ class Subscription:
     def __init__(self, run: str) -> None:
         self.run = run
         self.over = ""
-        """Why nothing more comes; empty while it does."""
+        """The reason why the stream ends; empty while it goes on."""
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._news = asyncio.Event()
@@ -127,7 +125,7 @@ class Hub:
         """The reason why no page more may subscribe; empty if one may."""
         if len(self._pages) < MAX_PAGES:
             return ""
-        return f"{MAX_PAGES} pages are open, and no more are told what is new: close some of them"
+        return f"{MAX_PAGES} pages are open, and no more get events: close some of them"
 
     @contextmanager
     def subscribed(self, run: str) -> Iterator[Subscription]:
@@ -141,11 +139,8 @@ class Hub:
             self._pages.discard(page)
 
     def publish(self, run: str, event: str, data: Any) -> None:
-        """Tell the pages that show a run, or all of them (EVERY_RUN).
-
-        Encoded once, however many there are.
-        """
-        pages = [page for page in self._pages if run in (EVERY_RUN, page.run)]
+        """Queue an event for the pages that show a run. It is encoded once, however many there are."""
+        pages = [page for page in self._pages if page.run == run]
         if pages:
             message = encode(event, data)
             for page in pages:
@@ -169,7 +164,7 @@ class Hub:
                 page.wake()
 
     def wake(self) -> None:
-        """Somebody has signed out: each page shall look whether it may still be told."""
+        """Let each page check its sign-in, because a person has signed out."""
         for page in self._pages:
             page.wake()
 

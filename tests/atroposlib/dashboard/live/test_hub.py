@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from atroposlib.dashboard.live import hub as hub_module
-from atroposlib.dashboard.live.hub import EVERY_RUN, Hub, encode
+from atroposlib.dashboard.live.hub import Hub, encode
 
 
 async def test_a_page_is_told_what_concerns_its_run() -> None:
@@ -15,7 +15,8 @@ async def test_a_page_is_told_what_concerns_its_run() -> None:
     hub.publish("a", "rows", {})
     with hub.subscribed("a") as first, hub.subscribed("b") as second:
         hub.publish("a", "rows", {"n": float("nan")})
-        hub.publish(EVERY_RUN, "stack", {"text": "two\nlines"})
+        for run in ("a", "b"):
+            hub.publish(run, "stack", {"text": "two\nlines"})
         assert (
             await first.next(1)
             == b'event: rows\ndata: {"n":null}\n\nevent: stack\ndata: {"text":"two\\nlines"}\n\n'
