@@ -125,5 +125,7 @@ def parse_options(
         message = problem["msg"].removeprefix("Value error, ")
         if not problem["loc"]:  # the check of several fields together
             parser.error(message)
-        name = flags(str(problem["loc"][0]))[0]
-        parser.error(f"argument {name}: {problem['input']!r}: {message[0].lower()}{message[1:]}")
+        name, value = flags(str(problem["loc"][0]))[0], repr(problem["input"])
+        if not message.startswith(value):
+            message = f"{value}: {message[0].lower()}{message[1:]}"
+        parser.error(f"argument {name}: {message}")

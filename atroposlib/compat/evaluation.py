@@ -2,9 +2,9 @@
 mean metrics.
 """
 
-import argparse
 import asyncio
 import logging
+import sys
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 from openai.types.chat import ChatCompletion
+from pydantic import BaseModel, Field
 
+from atroposlib.command_line import parse_options
 from atroposlib.envs.runner.reporting import write_json, write_json_lines
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.utils import metrics as statistics
 from atroposlib.utils.metrics import display_metrics_table
-from atroposlib.web.addresses import argument, http_address
+from atroposlib.web.addresses import HttpAddress
 
 logger = logging.getLogger(__name__)
 
@@ -131,28 +133,24 @@ class EvalBase(ABC):
         return metrics
 
 
+class RunnerOptions(BaseModel):
+    """The options of an evaluation that runs as a program."""
+
+    server_url: HttpAddress = Field(
+        default="http://localhost:9001/v1", description="OpenAI-compatible endpoint"
+    )
+    model_name: str = Field(
+        default="default", description="model to ask for; by default the one that is served"
+    )
+
+
 async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
     """Run an evaluation as a program: `--server-url`, `--model-name`."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--server-url",
-        type=argument(http_address),
-        default="http://localhost:9001/v1",
-        help="OpenAI-compatible endpoint",
+    options = parse_options(RunnerOptions, None, Path(sys.argv[0]).name, "Run an evaluation.")
+    server = APIServerConfig(
+        api_key="x", base_url=options.server_url, model_name=options.model_name
     )
-    parser.add_argument(
-        "--model-name",
-        default="default",
-        help="model to ask for; by default the one that is served",
-    )
-    arguments = parser.parse_args()
-    manager = ServerManager(
-        [
-            APIServerConfig(
-                api_key="x", base_url=arguments.server_url, model_name=arguments.model_name
-            )
-        ]
-    )
+    manager = ServerManager([server])
     try:
         return await eval_env(manager)
     finally:

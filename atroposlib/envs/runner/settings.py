@@ -187,54 +187,38 @@ def read_config(path: str) -> dict[str, Any]:
     return content
 
 
-def check_keys(content: Any, names: Iterable[str], where: str) -> dict[str, Any]:
-    """Return the table, all of whose keys must be among the names.
+def known_keys(
+    content: Any, names: Iterable[str], where: str, cutoff: float | None = None
+) -> dict[str, Any]:
+    """Return a table of settings; empty for None.
+
+    Args:
+        content: from the YAML file.
+        names: the known keys.
+        where: the place of the table, for messages.
+        cutoff: keys that are less like a known key than this (difflib's ratio) are left out with a
+            warning, because files written for Atropos have such keys. None: each is an error.
 
     Raises:
-        UsageError: an unknown key, with the nearest known one.
+        UsageError: it is not a table, or has an unknown key.
     """
-    table = as_table(content, where)
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"{where} must hold keys and values, not {content!r:.60}")
     fields = set(names)
-    for key in table:
-        if key not in fields:
-            raise UsageError(f"unknown key {key!r} in {where}{nearest(str(key), fields)}")
-    return table
-
-
-def known_keys(content: Any, names: Iterable[str], where: str) -> dict[str, Any]:
-    """Return the table without unknown keys, which files written for Atropos have.
-
-    A warning names these keys.
-
-    Raises:
-        UsageError: a key that is a known one, misspelt.
-    """
-    table = as_table(content, where)
-    fields = set(names)
-    foreign = [key for key in table if key not in fields]
+    foreign = [key for key in content if key not in fields]
     for key in foreign:
-        if misspelt := nearest(str(key), fields, cutoff=MISSPELT):
-            raise UsageError(f"unknown key {key!r} in {where}{misspelt}")
+        near = nearest(str(key), fields, cutoff=cutoff or 0.6)
+        if near or cutoff is None:
+            raise UsageError(f"unknown key {key!r} in {where}{near}")
     if foreign:
         logger.warning(
             "%s has settings that do not exist, and they are ignored: %s",
             where,
             ", ".join(map(str, foreign)),
         )
-    return {key: value for key, value in table.items() if key in fields}
-
-
-def as_table(content: Any, where: str) -> dict[str, Any]:
-    """Return a table, empty for None.
-
-    Raises:
-        UsageError: it is not a table.
-    """
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise UsageError(f"{where} must hold keys and values, not {content!r:.60}")
-    return content
+    return {key: value for key, value in content.items() if key in fields}
 
 
 def yaml_tables(
@@ -257,11 +241,14 @@ def yaml_tables(
         *OF_OTHER_PROGRAMS,
         *more,
     }
-    content = check_keys(dict(yaml_content), top, "the YAML file")
+    content = known_keys(dict(yaml_content), top, "the YAML file")
     env = known_keys(
-        content.get(ENV_NAMESPACE), env_cls.model_fields, f"`{ENV_NAMESPACE}` of the YAML file"
+        content.get(ENV_NAMESPACE),
+        env_cls.model_fields,
+        f"`{ENV_NAMESPACE}` of the YAML file",
+        MISSPELT,
     )
-    manager = check_keys(
+    manager = known_keys(
         content.get(SERVER_MANAGER_NAMESPACE),
         manager_fields,
         f"`{SERVER_MANAGER_NAMESPACE}` of the YAML file",
@@ -324,7 +311,7 @@ def merged_servers(
     """
     in_yaml = in_yaml or []
     entries = [
-        known_keys(entry, APIServerConfig.model_fields, f"`{namespace}` of the YAML file")
+        known_keys(entry, APIServerConfig.model_fields, f"`{namespace}` of the YAML file", MISSPELT)
         for entry in as_list(in_yaml)
     ]
     single: dict[str, Any] = {}
