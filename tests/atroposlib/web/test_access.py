@@ -316,4 +316,4 @@ def test_a_proxy_is_named_by_its_address(capsys: pytest.CaptureFixture[str]) -> 
     for wrong in "*", "10.0.0.1/8", "proxy.example":
         with pytest.raises(SystemExit):
             parse_arguments(["--trusted-proxy", wrong])
-        assert f"--trusted-proxy: {wrong!r}: " in capsys.readouterr().err
+        assert f"--trusted-proxy: {wrong!r}" in capsys.readouterr().err
