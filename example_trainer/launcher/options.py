@@ -129,9 +129,12 @@ def add_run_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def options_with_values() -> list[tuple[str, str | None, str, Callable[[str], object]]]:
-    """Return name, default, help and type of each option that has a value."""
-    master_port = os.environ.get("MASTER_PORT", "29500")
+Option = tuple[str, str | None, str, Callable[[str], object]]
+"""Name, default, help and type of an option that has a value."""
+
+
+def options_with_values() -> list[Option]:
+    """Return each option that has a value."""
     return [
         (
             "model",
@@ -151,6 +154,33 @@ def options_with_values() -> list[tuple[str, str | None, str, Callable[[str], ob
             f"how weights reach vLLM: {', '.join(BRIDGES)}; restart: the trainer starts vLLM itself",
             str,
         ),
+        *machine_options(),
+        ("steps", "100", "optimizer steps", positive_int),
+        ("lr", None, "learning rate", learning_rate),
+        ("batch-size", None, "sequences in a micro-batch of the trainer", positive_int),
+        (
+            "restart-interval",
+            "3",
+            "steps between restarts of vLLM, with --bridge restart",
+            positive_int,
+        ),
+        *(
+            (
+                f"{part}-args",
+                "",
+                f'further flags for the {part}, in quotes: --{part}-args="--flag value"',
+                words,
+            )
+            for part in PARTS
+        ),
+        ("wait", "600", "seconds that vLLM may take to load", positive_int),
+    ]
+
+
+def machine_options() -> list[Option]:
+    """Return the options of servers, GPUs and ports."""
+    master_port = os.environ.get("MASTER_PORT", "29500")
+    return [
         (
             "vllm-servers",
             "1",
@@ -173,25 +203,6 @@ def options_with_values() -> list[tuple[str, str | None, str, Callable[[str], ob
         ),
         ("master-port", master_port, "where trainer and vLLM meet", port),
         ("metrics-port", "0", "the trainer's figures for Prometheus; 0: none", port),
-        ("steps", "100", "optimizer steps", positive_int),
-        ("lr", None, "learning rate", learning_rate),
-        ("batch-size", None, "sequences in a micro-batch of the trainer", positive_int),
-        (
-            "restart-interval",
-            "3",
-            "steps between restarts of vLLM, with --bridge restart",
-            positive_int,
-        ),
-        *(
-            (
-                f"{part}-args",
-                "",
-                f'further flags for the {part}, in quotes: --{part}-args="--flag value"',
-                words,
-            )
-            for part in PARTS
-        ),
-        ("wait", "600", "seconds that vLLM may take to load", positive_int),
     ]
 
 

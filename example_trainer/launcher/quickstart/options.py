@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from example_trainer.launcher.command_line import (
     ROOT,
@@ -97,6 +98,49 @@ def per_environment(defaults: Mapping[str, float]) -> str:
     return ", ".join(f"{value:g} for {environment}" for environment, value in defaults.items())
 
 
+def options_with_values() -> dict[str, dict[str, Any]]:
+    """Return how `add_argument` takes each option that has a value."""
+    steps, rates = per_environment(STEPS), per_environment(LEARNING_RATES)
+    return {
+        "environment": {
+            "choices": tuple(LEVELS),
+            "default": "arithmetic",
+            "help": "what to learn: short sums, or longer ones and a calculator to ask (default: %(default)s)",
+        },
+        "bridge": {
+            "choices": BRIDGES,
+            "help": "how weights reach vLLM (default: broadcast; single-copy on one GPU)",
+        },
+        "steps": {"type": positive_int, "help": f"optimizer steps (default: {steps})"},
+        "model": {
+            "help": "checkpoint folder or Hugging Face name (default: one of two in assets/)"
+        },
+        "lr": {
+            "type": learning_rate,
+            "help": f"peak learning rate; with 0 the model does not learn (default: {rates})",
+        },
+        "seed": {
+            "type": seed_number,
+            "default": 0,
+            "help": "seed of problems, sampling and trainer (default: %(default)s)",
+        },
+        "difficulty": {
+            "type": levels,
+            "default": (),
+            "help": "levels of the problems, such as 1 or 1,2,3 (default: the environment's own)",
+        },
+        "eval-size": {
+            "type": eval_number,
+            "default": 256,
+            "help": "held-out problems per evaluation (default: %(default)s)",
+        },
+        "output": {
+            "type": Path,
+            "help": "folder for summary, plot and logs (default: runs/quickstart, or runs/calculator)",
+        },
+    }
+
+
 def parser() -> OneLineParser:
     """The command line. Relative paths count from the folder in which the command was typed."""
     made = OneLineParser(
@@ -104,62 +148,14 @@ def parser() -> OneLineParser:
         description="Set up, start rollout service, vLLM, environment and trainer on this machine, train, show the gain.",
         allow_abbrev=False,
     )
-    made.add_argument(
-        "--environment",
-        choices=tuple(LEVELS),
-        default="arithmetic",
-        help="what to learn: short sums, or longer ones and a calculator to ask (default: %(default)s)",
-    )
-    made.add_argument(
-        "--bridge",
-        choices=BRIDGES,
-        help="how weights reach vLLM (default: broadcast; single-copy on one GPU)",
-    )
-    steps = per_environment(STEPS)
-    made.add_argument(
-        "--steps", type=positive_int, default=None, help=f"optimizer steps (default: {steps})"
-    )
-    made.add_argument(
-        "--model",
-        default=None,
-        help="checkpoint folder or Hugging Face name (default: one of two in assets/)",
-    )
+    for name, settings in options_with_values().items():
+        made.add_argument(f"--{name}", **settings)
     device = made.add_mutually_exclusive_group()
     device.add_argument("--gpu", action="store_true", help="train and sample on NVIDIA GPUs")
     device.add_argument(
         "--cpu",
         action="store_true",
         help="train and sample on the CPU (default where nvidia-smi finds no GPU)",
-    )
-    made.add_argument(
-        "--lr",
-        type=learning_rate,
-        default=None,
-        help=f"peak learning rate; with 0 the model does not learn (default: {per_environment(LEARNING_RATES)})",
-    )
-    made.add_argument(
-        "--seed",
-        type=seed_number,
-        default=0,
-        help="seed of problems, sampling and trainer (default: %(default)s)",
-    )
-    made.add_argument(
-        "--difficulty",
-        type=levels,
-        default=(),
-        help="levels of the problems, such as 1 or 1,2,3 (default: the environment's own)",
-    )
-    made.add_argument(
-        "--eval-size",
-        type=eval_number,
-        default=256,
-        help="held-out problems per evaluation (default: %(default)s)",
-    )
-    made.add_argument(
-        "--output",
-        type=Path,
-        default=None,
-        help="folder for summary, plot and logs (default: runs/quickstart, or runs/calculator)",
     )
     made.add_argument(
         "--keep-running",
@@ -201,16 +197,17 @@ def parse(arguments: Sequence[str]) -> Options:
             f"--difficulty {','.join(map(str, given.difficulty))}: the levels of --environment {given.environment} "
             f"are 1 to {highest}"
         )
-    default = (
-        ROOT / "runs" / ("quickstart" if given.environment == "arithmetic" else given.environment)
-    )
-    output = (given.output or default).expanduser().absolute()
+    folder = {"arithmetic": "quickstart"}.get(given.environment, given.environment)
+    output = (given.output or ROOT / "runs" / folder).expanduser().absolute()
+    lr = given.lr
+    if lr is None:
+        lr = LEARNING_RATES[given.environment]
     return Options(
         bridge=choose_bridge(given.bridge, gpus),
         steps=given.steps or STEPS[given.environment],
         model=check_model(given.model or str(MODELS[given.environment])),
         gpus=gpus,
-        lr=LEARNING_RATES[given.environment] if given.lr is None else given.lr,
+        lr=lr,
         seed=given.seed,
         difficulty=given.difficulty,
         eval_size=given.eval_size,
