@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,6 +15,9 @@ import pytest
 from bench.gpu.faults import Outcome, note_absence
 from bench.gpu.processes import BenchError, Task, Worker, all_stopped, ended_by_sigterm
 from bench.gpu.runs import Results
+from example_trainer.child_processes.guard import parents
+from example_trainer.child_processes.readiness import wait_until
+from tests.conftest import ROOT
 
 
 def test_a_worker_answers_fails_and_is_stopped(tmp_path: Path) -> None:
@@ -47,6 +52,31 @@ def test_a_worker_that_ends_is_named_with_its_last_lines(
         ),
     ):
         worker.answer(180, "start")
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from bench.gpu.processes import Child
+child = Child("child", ["sleep", "600"], Path(sys.argv[1]) / "child.log", {})
+child.signal(19)
+print(child.command_pid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_kill_minus_9_of_a_benchmark_takes_its_children_along(tmp_path: Path) -> None:
+    """A child that is stopped at that moment, too."""
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        child = int(owner.stdout.readline())
+        owner.kill()
+
+        def missing() -> str | None:
+            return f"process {child} lives on" if child in parents() else None
+
+        wait_until("the end of the child", missing, 60)
 
 
 def test_of_several_ranks_the_first_ones_answer_is_kept(
