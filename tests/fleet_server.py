@@ -49,24 +49,22 @@ from vllm_patching.weights.families import Geometry
 from vllm_patching.weights.sharding import plan_shards
 
 CONFIG = config_of("Qwen3", 1, 12, 8, 4, 2, 3, 70, tie_word_embeddings=True)
-GEOMETRY = Geometry.from_config(CONFIG)
 STEP_SECONDS = 0.05
 FAULT_PLACES = ("cohort", "begin", "receive", "commit")
 
 
 def take_shapes_of(folder: Path) -> None:
     """Have servers and trainers of this process the parameters of the model in a folder."""
-    global GEOMETRY
-    GEOMETRY = Geometry.from_config(json.loads((folder / "config.json").read_text()))
+    global CONFIG
+    CONFIG = json.loads((folder / "config.json").read_text())
 
 
 def tiny_model(
     full: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> torch.nn.Module:
     """Parameters as vLLM has them at tensor-parallel degree 1, or (`full`) as the trainer has them."""
-    shapes = {
-        spec.name: spec.full_shape if full else spec.shape for spec in plan_shards(GEOMETRY, 0, 1)
-    }
+    plan = plan_shards(Geometry.from_config(CONFIG), 0, 1)
+    shapes = {spec.name: spec.full_shape if full else spec.shape for spec in plan}
     return module_of(
         {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     )
@@ -120,13 +118,12 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
     """A worker of one rank, with the project's extension."""
     from vllm_patching.worker import extension, updater
 
-    extension._tensor_parallel = lambda: (0, 1)  # type: ignore[assignment]
-    extension.Geometry = SimpleNamespace(from_config=lambda config: GEOMETRY)  # type: ignore[assignment,misc]
+    extension.tensor_parallel = lambda: (0, 1)  # type: ignore[assignment]
 
     class Worker(extension.LockstepWorkerExtension):
         def __init__(self) -> None:
             self.model = tiny_model(False, device, dtype)
-            config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
+            config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: CONFIG))
             parallel = SimpleNamespace(data_parallel_index=0, data_parallel_size=1)
             self.vllm_config = SimpleNamespace(model_config=config, parallel_config=parallel)
             self.direct, self.spoilt, self.received_before = False, -1, None

@@ -79,9 +79,8 @@ def main() -> None:
     """Be the process of a LightFleet."""
     from bench.gpu.shapes import SHAPES
     from tests import fleet_server
-    from vllm_patching.weights.families import Geometry
 
-    fleet_server.GEOMETRY = Geometry.from_config(SHAPES[sys.argv[1]])
+    fleet_server.CONFIG = SHAPES[sys.argv[1]]
     # Looking at all weights in every step is a test's; here it would take the time that is
     # measured.
     fleet_server.Engine._step = lambda self: None  # type: ignore[method-assign]

@@ -75,7 +75,7 @@ def three(
     folder = tmp_path_factory.mktemp("hosts")
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(fleet_server, "GEOMETRY", fleet_server.GEOMETRY)
+        patch.setattr(fleet_server, "CONFIG", fleet_server.CONFIG)
         fleet_server.take_shapes_of(tiny_model)
         try:
             network = stack.enter_context(hosts(folder, "trainer-host", *SERVERS))

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from vllm_patching.compat.cpu_seeds import take_back_cpu_draws
 from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
 from vllm_patching.compat.engine import replica_of
 from vllm_patching.compat.loggers import worker_logger
-from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.transport.shared_memory import export_cuda_ipc, export_to_shared_memory, gpu_uuid
 from vllm_patching.weights.families import Geometry
-from vllm_patching.weights.sharding import plan_shards
+from vllm_patching.worker.parameters import build_manifest, own_parameters, tensor_parallel
 from vllm_patching.worker.receiving import WeightReceiver
 from vllm_patching.worker.turns import TurnsWorkerExtension, prepare_worker
 
@@ -26,10 +23,6 @@ logger = worker_logger("lockstep.worker")
 keep_cpu_weights_plain()
 take_back_cpu_draws()
 prepare_worker()
-
-
-class LayoutError(RuntimeError):
-    """The parameters that vLLM built are not the ones that the sharding plan expects."""
 
 
 class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
@@ -50,14 +43,8 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
             {"manifest", "handles" or None, "gpu_uuid" or empty, "checksum"}
         """
         model = self.get_model()  # type: ignore[attr-defined]  # unwrapped, whatever vLLM has put around it
-        parameters = dict(model.named_parameters())
-        # With a tied head vLLM may list the embedding a second time under the head's name.
-        for name in ("lm_head.weight",):
-            if name in parameters and parameters[name] is parameters.get(
-                "model.embed_tokens.weight"
-            ):
-                del parameters[name]
-        rank, size = _tensor_parallel()
+        parameters = own_parameters(model)
+        rank, size = tensor_parallel()
         geometry = Geometry.from_config(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
         manifest = build_manifest(geometry, parameters, rank, size)
         device = next(iter(parameters.values())).device
@@ -75,46 +62,3 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
             "gpu_uuid": gpu_uuid(device) if device.type == "cuda" else "",
             "checksum": self.lockstep_check()["checksum"],
         }
-
-
-def build_manifest(
-    geometry: Geometry, parameters: dict[str, torch.nn.Parameter], tp_rank: int, tp_size: int
-) -> Manifest:
-    """The manifest of a rank, after checking that vLLM built exactly the parameters that the plan
-    names.
-
-    Raises:
-        LayoutError: a parameter is missing, unexpected, of another shape or not contiguous; all
-            differences are named.
-    """
-    specs = {spec.name: spec for spec in plan_shards(geometry, tp_rank, tp_size)}
-    problems = [
-        f"{name} is planned but vLLM has no such parameter"
-        for name in specs.keys() - parameters.keys()
-    ]
-    problems += [f"{name} is in vLLM but not planned" for name in parameters.keys() - specs.keys()]
-    for name in specs.keys() & parameters.keys():
-        if tuple(parameters[name].shape) != specs[name].shape:
-            problems.append(
-                f"{name} is planned as {specs[name].shape}, vLLM has {tuple(parameters[name].shape)}"
-            )
-        elif not parameters[name].is_contiguous():
-            problems.append(f"{name} is not contiguous in vLLM")
-    if problems:
-        raise LayoutError(
-            f"rank {tp_rank}: {len(problems)} of {len(specs)} parameters cannot be mapped: {'; '.join(sorted(problems)[:8])}"
-        )
-    entries = (
-        ManifestEntry(spec, dtype_name(parameters[name].dtype), str(parameters[name].device))
-        for name, spec in specs.items()
-    )
-    return Manifest(tp_rank, tp_size, tuple(entries))
-
-
-def _tensor_parallel() -> tuple[int, int]:
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
-    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()

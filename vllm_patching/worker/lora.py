@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from vllm_patching.compat.adapters import adapter_manager, add_adapter
+from vllm_patching.compat.cpu_seeds import take_back_cpu_draws
+from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
 from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import dtype_name, flat_layout, local_view
@@ -24,9 +26,12 @@ from vllm_patching.transport.adapter_file import (
     open_adapter,
 )
 from vllm_patching.weights.families import Geometry
-from vllm_patching.worker.extension import build_manifest
+from vllm_patching.worker.parameters import build_manifest, own_parameters, tensor_parallel
 
 logger = worker_logger("lockstep.lora")
+
+keep_cpu_weights_plain()
+take_back_cpu_draws()
 
 
 class LoraWorkerExtension:
@@ -46,7 +51,7 @@ class LoraWorkerExtension:
         config = self.vllm_config.model_config.hf_config  # type: ignore[attr-defined]
         self._lora_geometry = Geometry.from_config(config.to_dict())
         self._lora_config = manager.lora_config
-        parameters = _base_parameters(self.get_model())  # type: ignore[attr-defined]
+        parameters = own_parameters(self.get_model())  # type: ignore[attr-defined]
         manifest = build_manifest(self._lora_geometry, parameters, *tensor_parallel())
         self._lora_device = next(iter(parameters.values())).device
         self._lora_staging = self._lora_page_locked()
@@ -145,29 +150,6 @@ class LoraWorkerExtension:
         buffer = self._lora_staging[: file.num_bytes]
         file.read_into(buffer)
         return buffer.to(self._lora_device).view(file.dtype)
-
-
-def _base_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The model's own parameters under the names that they have without LoRA's wrappers around
-    their layers.
-    """
-    parameters = {
-        name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()
-    }
-    embedding, head = parameters.get("model.embed_tokens.weight"), parameters.get("lm_head.weight")
-    if head is not None and head is embedding:
-        del parameters["lm_head.weight"]
-    return parameters
-
-
-def tensor_parallel() -> tuple[int, int]:
-    """This worker's rank and the number of ranks."""
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
-    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
 def _lap(started: float) -> tuple[float, float]:

@@ -19,9 +19,10 @@ from example_trainer.parameter_server.options import ParameterServerOptions, Sha
 from example_trainer.parameter_server.receiving import ReceivingServer
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.parameter_server import require_fresh_enough
-from tests.fleet_server import GEOMETRY
+from tests.fleet_server import CONFIG
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.server.access import Door
+from vllm_patching.weights.families import Geometry
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,9 @@ CPU = torch.device("cpu")
 def test_the_shards_of_a_parameter_are_the_rows_that_the_senders_expect() -> None:
     for size in (1, 2, 3, 5, 16):
         manifests = [
-            held_manifest(GEOMETRY, torch.float32, torch.device("cpu"), rank, size)
+            held_manifest(
+                Geometry.from_config(CONFIG), torch.float32, torch.device("cpu"), rank, size
+            )
             for rank in range(size)
         ]
         for entries in zip(*(manifest.entries for manifest in manifests), strict=True):
@@ -46,7 +49,8 @@ def test_the_shards_of_a_parameter_are_the_rows_that_the_senders_expect() -> Non
 
 def test_a_copy_that_has_changed_in_memory_is_found_out() -> None:
     copy = HeldCopy(
-        held_manifest(GEOMETRY, torch.float32, torch.device("cpu")), torch.device("cpu")
+        held_manifest(Geometry.from_config(CONFIG), torch.float32, torch.device("cpu")),
+        torch.device("cpu"),
     )
     copy.checksum = weights_checksum(copy.slices)
     assert copy.is_sound()
@@ -62,7 +66,10 @@ def test_what_is_pinned_stays_and_the_newest_whole_version_is_what_is_there(
     newest.
     """
     held = HeldWeights.__new__(HeldWeights)
-    held.copies = [HeldCopy(held_manifest(GEOMETRY, torch.float32, CPU), CPU) for _ in range(2)]
+    held.copies = [
+        HeldCopy(held_manifest(Geometry.from_config(CONFIG), torch.float32, CPU), CPU)
+        for _ in range(2)
+    ]
     held._newest = held._pinned = None
     held._lockstep_rank, version = 0, 0
     held._lockstep_updater = SimpleNamespace(receive_into=lambda number, version: None)  # type: ignore[assignment]

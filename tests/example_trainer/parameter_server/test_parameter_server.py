@@ -23,12 +23,13 @@ from example_trainer.parameter_server.held import held_manifest
 from example_trainer.weight_bridge.parameter_server import ParameterServerBridge
 from example_trainer.weight_bridge.server import ParameterServer
 from example_trainer.weight_bridge.stream import WeightStream
-from tests.fleet_server import GEOMETRY, tiny_model
+from tests.fleet_server import CONFIG, tiny_model
 from tests.fleet_trainer import PATIENCE, TIMEOUT
 from tests.light_servers import SOON, LightServer, Starter, sound, until
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import ManifestEntry, flat_layout, source_view
 from vllm_patching.protocol.timeline import VARIABLE
+from vllm_patching.weights.families import Geometry
 from vllm_patching.weights.sharding import plan_shards
 
 pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
@@ -332,7 +333,7 @@ def test_a_trainer_of_another_model_is_refused(
     holder: HeldServer, free_port: Callable[[], int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.fleet_server.GEOMETRY", replace(GEOMETRY, num_layers=2))
+        patch.setattr("tests.fleet_server.CONFIG", CONFIG | {"num_hidden_layers": 2})
         with (
             pytest.raises(BridgeError, match=r"model.layers.1.*the trainer has it, vLLM does not"),
             training([holder], free_port()),
@@ -369,10 +370,13 @@ def test_shards_hold_rows_each_and_push_and_pull_have_their_own_pace(
                 until(lambda due=due: late.serves(due))  # type: ignore[misc]
         assert pushed == [1, 1, 3, 3, 3, 6, 7]
         manifest, whole = (
-            held_manifest(GEOMETRY, torch.float32, torch.device("cpu")),
+            held_manifest(Geometry.from_config(CONFIG), torch.float32, torch.device("cpu")),
             dict(trainer.parts(6)),
         )
-        vllms = [ManifestEntry(spec, "float32", "cpu") for spec in plan_shards(GEOMETRY, 0, 1)]
+        vllms = [
+            ManifestEntry(spec, "float32", "cpu")
+            for spec in plan_shards(Geometry.from_config(CONFIG), 0, 1)
+        ]
         layout, _ = flat_layout(replace(manifest, entries=tuple(vllms)))
         expected = weights_checksum(
             (item.name, source_view(item, whole[item.name])) for item in layout
