@@ -16,7 +16,7 @@ import orjson
 
 from atroposlib.service import stats
 from atroposlib.service.fleet import FleetStatus
-from atroposlib.service.group_schema import NO_REFERENCE, with_reference
+from atroposlib.service.group_schema import NO_REFERENCE, unreadable, with_reference
 from atroposlib.service.metrics import Metrics
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import (
@@ -72,6 +72,15 @@ class Recorder(Protocol):
         """Write what waits, within a deadline."""
 
 
+def _refuse_unreadable(bodies: Sequence[tuple[int, bytes]]) -> None:
+    reasons = {seq: reason for seq, body in bodies if (reason := unreadable(body))}
+    if reasons:
+        what = "; ".join(f"group {seq}: {reason}" for seq, reason in reasons.items())
+        raise DamagedError(
+            f"an earlier version stored groups that trainers cannot read: {what}", list(reasons)
+        )
+
+
 class RolloutService:
     """One queue and its store. Every method runs on the event loop that made it.
 
@@ -91,6 +100,9 @@ class RolloutService:
         self.limits = limits or Limits()
         self.clock = time.monotonic  # never the wall clock: it may jump
         self.queue = RolloutQueue(self.limits, store.load(), self.clock())
+        self._checked_from = self.queue.next_seq
+        """Groups below this number were stored by an earlier start, perhaps of a version that
+        accepted more."""
         self.post_space = PostSpace(store)
         self.metrics = Metrics(lambda: self.queue, self.post_space)
         self.latest: bytes | None = None
@@ -303,12 +315,18 @@ class RolloutService:
         """The bodies of groups, in the order asked for.
 
         Raises:
-            DamagedError: some of them are damaged or gone.
+            DamagedError: some of them are damaged or gone, or an earlier version stored what
+                trainers cannot read.
             StoreError: they cannot be read.
         """
         bodies = self.store.bodies_at_hand(seqs)
         if bodies is None:
             bodies = await asyncio.to_thread(self.store.bodies, seqs)
+        earlier = [
+            (seq, body) for seq, body in zip(seqs, bodies, strict=True) if seq < self._checked_from
+        ]
+        if earlier:
+            await asyncio.to_thread(_refuse_unreadable, earlier)
         return bodies
 
     def name_set_aside(self) -> None:
