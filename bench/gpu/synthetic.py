@@ -148,8 +148,10 @@ def _sequence(
     return TrainedSequence(
         tokens=tokens,
         positions=np.arange(prompt, len(tokens)),
-        rollout_logprobs=np.full(trained, -math.log(vocab_size), np.float32),
-        advantages=np.full(trained, advantage, np.float32),
+        fields={
+            "rollout_logprobs": np.full(trained, -math.log(vocab_size), np.float32),
+            "advantages": np.full(trained, advantage, np.float32),
+        },
         score=0.0,
         weight_version=None,
         order=order,

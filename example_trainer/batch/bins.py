@@ -4,15 +4,16 @@ backward pass on one rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from example_trainer.batch.token_fields import TOKEN_FIELDS
 from example_trainer.models.packing import Packing
 
-UNKNOWN_VERSION = -1
 _HOST = ("lengths", "parents", "counts", "orders", "unreferenced", "reference_pass")
 """Fields that are read on the host."""
 
@@ -27,15 +28,9 @@ class PackedBin:
         lengths, parents: [spans] int64, see Packing.
         sources: [n] int64, which row of the decoder's output predicts each trained token.
         targets: [n] int64, the trained tokens.
-        rollout_logprobs: [n] float32, NaN where the environment sent none.
-        advantages, weights: [n] float32.
-        versions: [n] int64, the weight version that each was sampled under, UNKNOWN_VERSION where
-            nobody said.
+        fields: [n] each, by their names in TOKEN_FIELDS; `bin[name]` is one of them.
+        weights: [n] float32.
         positions: [n] int64, each one's place among the tokens of its rollout.
-        temperatures: [n] float32, what its logits are divided by: the temperature that it was
-            sampled at.
-        teacher_logprobs: [n] float32, NaN where no teacher scored it.
-        reference_logprobs: [n] float32, NaN where none under the reference came along.
         counts: [sequences] int64, how many of the n belong to each sequence; none has 0.
         orders: [sequences, 2] int64, each sequence's place in the batch: group, and number within
             the group.
@@ -50,22 +45,28 @@ class PackedBin:
     parents: Tensor
     sources: Tensor
     targets: Tensor
-    rollout_logprobs: Tensor
-    advantages: Tensor
+    fields: Mapping[str, Tensor]
     weights: Tensor
-    versions: Tensor
     positions: Tensor
-    temperatures: Tensor
-    teacher_logprobs: Tensor
-    reference_logprobs: Tensor
     counts: Tensor
     orders: Tensor
     unreferenced: Tensor
     reference_pass: Tensor
 
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
     def tensors(self) -> dict[str, Tensor]:
-        """Every field by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return every tensor by name."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        del own["fields"]
+        return own | dict(self.fields)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> PackedBin:
+        """Make a bin of what `tensors` returned."""
+        own = {name: tensor for name, tensor in tensors.items() if name not in TOKEN_FIELDS}
+        return cls(**own, fields={name: tensors[name] for name in TOKEN_FIELDS})
 
     def of_targets(self) -> dict[str, Tensor]:
         """The fields that have a number for each trained token."""
@@ -83,7 +84,7 @@ class PackedBin:
             name: t if name in _HOST else t.to(device, non_blocking=non_blocking)
             for name, t in self.tensors().items()
         }
-        return PackedBin(**moved)
+        return PackedBin.of(moved)
 
     def handed_to(self, device: torch.device) -> PackedBin:
         """As `to`, from pinned memory, so that the copy is not waited for; the allocator keeps that
@@ -91,7 +92,7 @@ class PackedBin:
         """
         if device.type != "cuda":
             return self.to(device)
-        pinned = PackedBin(**{name: tensor.pin_memory() for name, tensor in self.tensors().items()})
+        pinned = PackedBin.of({name: t.pin_memory() for name, t in self.tensors().items()})
         return pinned.to(device, non_blocking=True)
 
     @property

@@ -1,22 +1,32 @@
-"""The fields of a group as the wire has them, checked one by one. Pure: no I/O, no state."""
+"""Readers of a group's fields, which `atroposlib.wire.groups.ScoredDataGroup` lists, and the writer
+of a row. Pure: no I/O, no state.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from atroposlib.wire.groups import GROUP_FIELDS, PROMPT_LOGPROB, NullWhereUnknown
 from atroposlib.wire.numbers import LARGEST_SCORE, first_beyond
 from example_trainer.batch.group_error import GroupError
+from example_trainer.batch.token_fields import TOKEN_FIELDS
 
 
 def rows(
-    group: Mapping[str, Any], name: str, kind: type[np.int64] | type[np.float32]
+    group: Mapping[str, Any],
+    name: str,
+    kind: type[np.int64] | type[np.float32],
+    count: int | None = None,
 ) -> list[npt.NDArray[Any]]:
-    """Numbers for each token of each sequence.
+    """Read numbers for each token of each sequence.
+
+    Args:
+        count: sequences of the group; None if this field decides it.
 
     Raises:
         GroupError: there are none, or something else.
@@ -28,35 +38,94 @@ def rows(
         with np.errstate(
             over="ignore"
         ):  # callers refuse infinities where they matter, with the place
-            found = [np.asarray(row, dtype=kind) for row in value]
+            numbers = [np.asarray(row, dtype=kind) for row in value]
     except (TypeError, ValueError, OverflowError) as error:
         raise GroupError(f"{name} is no list of lists of numbers ({error})") from error
-    if any(row.ndim != 1 for row in found):
+    if any(row.ndim != 1 for row in numbers):
         raise GroupError(f"{name} is no list of lists of numbers")
-    return found
+    if count is not None and len(numbers) != count:
+        raise GroupError(f"{name} has {len(numbers)} sequences, tokens has {count}")
+    return numbers
+
+
+def token_rows(
+    group: Mapping[str, Any], count: int, unread: Container[str] = ()
+) -> dict[str, list[npt.NDArray[Any]]]:
+    """Read the fields of TOKEN_FIELDS that a group brings along as one number for each token.
+
+    Args:
+        count: sequences of the group.
+        unread: names of fields to pass over.
+
+    Returns:
+        By the field's name: for each sequence, a number for each of its tokens.
+
+    Raises:
+        GroupError: one of them is not numbers for each sequence.
+    """
+    return {
+        name: rows(group, field.wire, field.dtype, count)
+        for name, field in TOKEN_FIELDS.items()
+        if field.wire and name not in unread and group.get(field.wire)
+    }
+
+
+def at_trained(
+    name: str, row: npt.NDArray[Any], i: int, length: int, positions: npt.NDArray[np.int64]
+) -> npt.NDArray[Any]:
+    """Return the numbers of a sequence's trained tokens, placeholders replaced by the fill value.
+
+    Args:
+        name: of the field in TOKEN_FIELDS.
+        row: its numbers for sequence `i`.
+        length: tokens of the sequence.
+        positions: [n] which of them are trained.
+
+    Raises:
+        GroupError: the row is not as long as the sequence, or holds what is not a number.
+    """
+    field = TOKEN_FIELDS[name]
+    if len(row) != length:
+        raise GroupError(f"{field.wire}[{i}] has {len(row)} entries, tokens[{i}] has {length}")
+    trained = row[positions]
+    if not np.isfinite(trained).all():
+        raise GroupError(f"{field.wire}[{i}] holds NaN or infinity at a trained position")
+    if field.largest is None:
+        return trained
+    return np.where(trained > field.largest, field.dtype(field.fill), trained)
+
+
+def wire_row(
+    length: int, positions: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+) -> list[float]:
+    """Return a sequence's row of logprobs for the wire: floats that are these float32 numbers
+    exactly, as JSON then writes them.
+
+    Args:
+        length: tokens of the sequence.
+        positions: [n] which of them have a logprob.
+        logprobs: [n] float32.
+    """
+    row = np.full(length, PROMPT_LOGPROB, dtype=np.float64)
+    row[positions] = logprobs
+    values: list[float] = row.tolist()
+    return values
 
 
 def per_sequence(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
-    """One entry for each sequence, None where nothing is said.
+    """Return one entry for each sequence, None where it is unknown.
 
     Raises:
         GroupError: there are more or fewer.
     """
     values = group.get(name) or [None] * count
-    if not isinstance(values, list) or len(values) != count:
-        many = len(values) if isinstance(values, list) else "no"
-        raise GroupError(f"{name} has {many} entries, tokens has {count} sequences")
+    if not isinstance(values, list):
+        if isinstance(GROUP_FIELDS[name], NullWhereUnknown):
+            return [None] * count
+        raise GroupError(f"{name} has no entries, tokens has {count} sequences")
+    if len(values) != count:
+        raise GroupError(f"{name} has {len(values)} entries, tokens has {count} sequences")
     return values
-
-
-def listed_per_sequence(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
-    """As `per_sequence`, of a name that was free once: what is no list is something of an
-    environment's own, and says nothing.
-
-    Raises:
-        GroupError: there are more or fewer.
-    """
-    return per_sequence(group, name, count) if isinstance(group.get(name), list) else [None] * count
 
 
 def optional_ints(group: Mapping[str, Any], name: str, count: int) -> list[int | None]:
@@ -78,21 +147,21 @@ def scores(group: Mapping[str, Any], count: int) -> list[float]:
     Raises:
         GroupError: there is not one finite number for each, or one is too large to compute with.
     """
-    found = group.get("scores")
-    if not isinstance(found, list) or len(found) != count:
-        raise GroupError(
-            f"scores has {len(found) if isinstance(found, list) else 'no'} entries, tokens has {count} sequences"
-        )
+    values = group.get("scores")
+    if not isinstance(values, list):
+        raise GroupError(f"scores has no entries, tokens has {count} sequences")
+    if len(values) != count:
+        raise GroupError(f"scores has {len(values)} entries, tokens has {count} sequences")
     if any(
         isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)
-        for score in found
+        for score in values
     ):
-        raise GroupError(f"scores holds something that is no finite number: {found!s:.200}")
-    if (beyond := first_beyond(found, LARGEST_SCORE)) is not None:
+        raise GroupError(f"scores holds something that is no finite number: {values!s:.200}")
+    if (beyond := first_beyond(values, LARGEST_SCORE)) is not None:
         raise GroupError(
-            f"scores[{beyond}] is {found[beyond]:g}: its magnitude must be at most {LARGEST_SCORE:g}"
+            f"scores[{beyond}] is {values[beyond]:g}: its magnitude must be at most {LARGEST_SCORE:g}"
         )
-    return [float(score) for score in found]
+    return [float(score) for score in values]
 
 
 def own_advantages(
@@ -105,13 +174,13 @@ def own_advantages(
         GroupError: they are neither a number for each sequence nor one for each of its tokens, or
             too large to compute with.
     """
-    given = group.get("advantages")
-    if given is None:
+    values = group.get("advantages")
+    if values is None:
         return None
-    if not isinstance(given, list) or len(given) != len(lengths):
+    if not isinstance(values, list) or len(values) != len(lengths):
         raise GroupError(f"advantages does not have one entry for each of {len(lengths)} sequences")
-    found = []
-    for i, (value, length) in enumerate(zip(given, lengths, strict=True)):
+    advantages = []
+    for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
         try:
             with np.errstate(over="ignore"):  # an infinity is refused below
                 row = np.asarray(value, dtype=np.float32)
@@ -119,7 +188,8 @@ def own_advantages(
             raise GroupError(
                 f"advantages[{i}] is neither a number nor a list of numbers"
             ) from error
-        row = np.full(length, row.item(), dtype=np.float32) if row.shape in ((), (1,)) else row
+        if row.shape in ((), (1,)):
+            row = np.full(length, row.item(), dtype=np.float32)
         if row.shape != (length,) or not np.isfinite(row).all():
             raise GroupError(
                 f"advantages[{i}] is neither a finite number nor {length} of them, one per token"
@@ -128,8 +198,8 @@ def own_advantages(
             raise GroupError(
                 f"advantages[{i}] holds {largest:g}: its magnitude must be at most {LARGEST_SCORE:g}"
             )
-        found.append(row)
-    return found
+        advantages.append(row)
+    return advantages
 
 
 def zeroed(group: Mapping[str, Any], count: int, ignored: set[str]) -> list[bool]:

@@ -132,15 +132,15 @@ def figures_of(
         response_length_max=int(lengths.max()),
         truncated_share=reasons.count(LENGTH) / len(reasons) if reasons else None,
         sequences_too_long=batch.too_long,
-        zero_advantage_share=sum(not sequence.advantages.any() for sequence in trained)
+        zero_advantage_share=sum(not sequence["advantages"].any() for sequence in trained)
         / len(trained),
         groups_invalid=len(batch.invalid),
         age_mean=float(np.mean(ages)) if ages else None,
         age_max=max(ages) if ages else None,
         forwarded_tokens=sum(len(one.tokens) for one in bins),
         forwarded_targets=sum(len(one.targets) for one in bins),
-        targets_with_logprobs=sum(int((~one.rollout_logprobs.isnan()).sum()) for one in bins),
-        targets_with_reference=sum(int((~one.reference_logprobs.isnan()).sum()) for one in bins),
+        targets_with_logprobs=sum(int(one["rollout_logprobs"].isfinite().sum()) for one in bins),
+        targets_with_reference=sum(int(one["reference_logprobs"].isfinite().sum()) for one in bins),
         sequence_tokens=sum(len(s.tokens) for s in batch.sequences if s.order in forwarded),
         attended_pairs=sum(one.packing().attended_pairs for one in bins),
         bins=len(bins),

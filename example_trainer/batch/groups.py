@@ -24,9 +24,9 @@ from example_trainer.batch.ages import age
 from example_trainer.batch.damaged_answers import UnreadableGroup
 from example_trainer.batch.group_error import GroupError
 from example_trainer.batch.lengths import LENGTH, LengthRules
-from example_trainer.batch.reference_logprobs import reference_at, reference_rows
 from example_trainer.batch.sampling import Sampling, SamplingRules, sampling_of
-from example_trainer.batch.teacher_logprobs import ROUNDING, teacher_logprobs
+from example_trainer.batch.teacher_logprobs import teacher_logprobs
+from example_trainer.batch.token_fields import TOKEN_FIELDS
 from example_trainer.batch.version_spans import versions_of
 
 NOT_TRAINED = -100
@@ -40,66 +40,55 @@ class TrainedSequence:
         tokens: [length] int64, prompt and response.
         positions: [trained] int64, ascending: which tokens are trained. Position 0 never is, since
             nothing predicts it. None of them where the sequence is masked for its length.
-        rollout_logprobs: [trained] float32, NaN where the environment sent none, or a placeholder.
-        advantages: [trained] float32.
+        fields: [trained] each, by their names in TOKEN_FIELDS; those that are unknown are not there.
+            `sequence[name]` is one of them, or its fill values.
         score: the reward, as the environment gave it.
         weight_version: of the oldest weights that any of its tokens was sampled under; None if it
             was not said.
         order: place in the batch (group, sequence within the group), which settles ties.
         weight_epoch: of the trainer that made those weights; None if it was not said. See ages.
-        versions: [trained] int64, the weight version that each was sampled under, on the trainer's
-            line of weights (see ages); that of the oldest for all where no more was said, None
-            where nothing was.
-        temperatures: [trained] float32, that each was sampled at; None if it was not said.
         finish_reason: why the sampler ended it, "length" where it ran into its limit; None if it
             was not said.
         success: whether it solved its item, independent of its score; None if unknown.
         env_id: the rollout service's number for the environment that it is from; None if it was not
             said.
-        teacher_logprobs: [trained] float32, NaN where the teacher has none; None where no teacher
-            scored it, or is wanted.
-        reference_logprobs: [trained] float32, NaN where the reference has none; None where none
-            came along, or is wanted.
         sampled: how many tokens of it were sampled, trained or not; not given: as many as are
             trained.
     """
 
     tokens: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
-    rollout_logprobs: npt.NDArray[np.float32]
-    advantages: npt.NDArray[np.float32]
+    fields: Mapping[str, npt.NDArray[Any]]
     score: float
     weight_version: int | None
     order: tuple[int, int]
     weight_epoch: int | None = None
-    versions: npt.NDArray[np.int64] | None = None
-    temperatures: npt.NDArray[np.float32] | None = None
     finish_reason: str | None = None
     success: bool | None = None
     env_id: int | None = None
-    teacher_logprobs: npt.NDArray[np.float32] | None = None
-    reference_logprobs: npt.NDArray[np.float32] | None = None
     sampled: int | None = None
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        if name not in self.fields:
+            return TOKEN_FIELDS[name].filled(len(self.positions))
+        return self.fields[name]
 
     @property
     def response_length(self) -> int:
-        """Sampled tokens."""
-        return len(self.positions) if self.sampled is None else self.sampled
+        """Number of sampled tokens."""
+        if self.sampled is None:
+            return len(self.positions)
+        return self.sampled
+
+    def with_fields(self, **rows: npt.NDArray[Any]) -> TrainedSequence:
+        """Return the sequence with these numbers of its trained tokens."""
+        return replace(self, fields={**self.fields, **rows})
 
     def masked(self) -> TrainedSequence:
-        """The same with nothing of it trained."""
+        """Return the sequence with none of its tokens trained."""
+        none = {name: row[:0] for name, row in self.fields.items()}
         return replace(
-            self,
-            positions=self.positions[:0],
-            rollout_logprobs=self.rollout_logprobs[:0],
-            advantages=self.advantages[:0],
-            versions=None if self.versions is None else self.versions[:0],
-            temperatures=None if self.temperatures is None else self.temperatures[:0],
-            teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[:0],
-            reference_logprobs=None
-            if self.reference_logprobs is None
-            else self.reference_logprobs[:0],
-            sampled=self.response_length,
+            self, positions=self.positions[:0], fields=none, sampled=self.response_length
         )
 
 
@@ -138,8 +127,7 @@ class Batch:
             temperature.
         no_logprobs: trained tokens at which an environment sent a number above 0 as a logprob,
             which is unknown then.
-        least_limit: the least limit of an answer that may be penalised for its length; None if none
-            may.
+        least_limit: the least limit of an answer that may be penalised for its length.
         unpenalised: groups whose answers would be, but for the advantages that they bring along.
     """
 
@@ -150,7 +138,7 @@ class Batch:
     unusable_spans: list[str] = field(default_factory=list)
     narrowed: set[str] = field(default_factory=set)
     no_logprobs: int = 0
-    least_limit: int | None = None
+    least_limit: int = sys.maxsize
     unpenalised: int = 0
 
     @property
@@ -161,8 +149,7 @@ class Batch:
     @property
     def taught_tokens(self) -> int:
         """Trained tokens that have a teacher's logprob."""
-        rows = (sequence.teacher_logprobs for sequence in self.sequences)
-        return sum(int(np.isfinite(row).sum()) for row in rows if row is not None)
+        return sum(int(np.isfinite(one["teacher_logprobs"]).sum()) for one in self.sequences)
 
     def ages(self, version: int, lives: Sequence[TrainerSession] = ()) -> list[int]:
         """How many weight versions ago each sequence was begun, for those that say so, in a run of
@@ -194,19 +181,21 @@ class _Group:
     zeroed: list[bool]
     masked: list[bool]
 
-    def with_advantages(self, found: Sequence[float]) -> list[TrainedSequence]:
+    def with_advantages(self, advantages: Sequence[float]) -> list[TrainedSequence]:
         """Its sequences, with the advantages that it brought along or, if it brought none, these."""
-        done = []
+        sequences = []
         for i, sequence in enumerate(self.sequences):
-            count = len(sequence.positions)
-            row = (
-                np.full(count, found[i], dtype=np.float32)
-                if self.own is None
-                else self.own[i][sequence.positions]
-            )
-            sequence = replace(sequence, advantages=np.zeros_like(row) if self.zeroed[i] else row)
-            done.append(sequence.masked() if self.masked[i] else sequence)
-        return done
+            if self.zeroed[i]:
+                row = np.zeros(len(sequence.positions), dtype=np.float32)
+            elif self.own is None:
+                row = np.full(len(sequence.positions), advantages[i], dtype=np.float32)
+            else:
+                row = self.own[i][sequence.positions]
+            sequence = sequence.with_fields(advantages=row)
+            if self.masked[i]:
+                sequence = sequence.masked()
+            sequences.append(sequence)
+        return sequences
 
 
 def parse_batch(
@@ -279,32 +268,19 @@ class _GroupReader:
         """
         if isinstance(group, UnreadableGroup):
             raise GroupError(group.reason)
-        tokens, masks = (
-            fields.rows(group, "tokens", np.int64),
-            fields.rows(group, "masks", np.int64),
-        )
+        tokens = fields.rows(group, "tokens", np.int64)
         count = len(tokens)
         scores = fields.scores(group, count)
-        if len(masks) != count:
-            raise GroupError(f"masks has {len(masks)} sequences, tokens has {count}")
-        logprobs = (
-            fields.rows(group, "inference_logprobs", np.float32)
-            if group.get("inference_logprobs")
-            else None
-        )
-        if logprobs is not None and len(logprobs) != count:
-            raise GroupError(
-                f"inference_logprobs has {len(logprobs)} sequences, tokens has {count}"
-            )
-        referenced = None if self.rules.reference == "unused" else reference_rows(group, count)
+        masks = fields.rows(group, "masks", np.int64, count)
+        rows = fields.token_rows(group, count, self._unread)
         versions, epochs = (
             fields.optional_ints(group, f"weight_{name}", count) for name in ("versions", "epochs")
         )
         own = fields.own_advantages(group, [len(row) for row in tokens])
         zeroed = fields.zeroed(group, count, self.batch.ignored_overrides)
-        said = fields.listed_per_sequence(group, "sampling_params", count)
-        reasons = fields.listed_per_sequence(group, "finish_reasons", count)
-        successes = fields.listed_per_sequence(group, "successes", count)
+        params = fields.per_sequence(group, "sampling_params", count)
+        reasons = fields.per_sequence(group, "finish_reasons", count)
+        successes = fields.per_sequence(group, "successes", count)
         sequences, shaped, masked, unusable, narrowed, no_logprobs = [], [], [], [], set[str](), 0
         for i, row in enumerate(tokens):
             self._check_tokens(row, masks[i], i)
@@ -314,31 +290,32 @@ class _GroupReader:
             by_token, problem = versions_of(group, i, oldest, counts, self.present, self.lives)
             if problem is not None:
                 unusable.append(f"sequence {i} of group {number}: {problem}")
-            sampling = sampling_of(said[i], i, len(sampled), self.rules.sampling)
+            sampling = sampling_of(params[i], i, len(sampled), self.rules.sampling)
             narrowed.update(sampling.narrowed)
-            warmth = sampling.temperatures
-            taken = _logprobs_at(logprobs, i, row, positions)
-            no_logprobs += int((taken > ROUNDING).sum())
+            trained: dict[str, npt.NDArray[Any] | None] = {
+                name: fields.at_trained(name, rows_of[i], i, len(row), positions)
+                for name, rows_of in rows.items()
+            }
+            trained["versions"] = by_token
+            trained["temperatures"] = sampling.last_temperatures(len(positions))
+            if self.rules.teacher:
+                trained["teacher_logprobs"] = teacher_logprobs(group, i, row, positions)
             sequence = TrainedSequence(
                 tokens=row,
                 positions=positions,
-                rollout_logprobs=np.where(taken > ROUNDING, np.float32(np.nan), taken),
-                advantages=np.zeros(len(positions), dtype=np.float32),
+                fields={name: values for name, values in trained.items() if values is not None},
                 score=scores[i],
                 weight_version=versions[i],
                 order=(number, i),
                 weight_epoch=epochs[i],
-                versions=by_token,
-                temperatures=None if warmth is None else warmth[len(warmth) - len(positions) :],
                 finish_reason=None if reasons[i] is None else str(reasons[i]),
                 success=successes[i] if isinstance(successes[i], bool) else None,
                 env_id=_env_id(group),
-                teacher_logprobs=teacher_logprobs(group, i, row, positions)
-                if self.rules.teacher
-                else None,
-                reference_logprobs=self._reference(referenced, i, row, positions),
                 sampled=len(sampled),
             )
+            self._require_reference(sequence)
+            if "rollout_logprobs" in rows:
+                no_logprobs += int(np.isnan(sequence["rollout_logprobs"]).sum())
             sequences.append(sequence)
             shaped.append(scores[i] + self._penalty(sequence, sampling, own is not None))
             masked.append(self._is_masked(sequence))
@@ -350,20 +327,26 @@ class _GroupReader:
         read = _Group(sequences, shaped, own, zeroed, masked)
         return self._without_long(read)
 
-    def _reference(
-        self,
-        rows: list[npt.NDArray[np.float32]] | None,
-        i: int,
-        row: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.float32] | None:
-        trained = positions if len(row) <= self.max_tokens else positions[:0]
-        required = self.rules.reference == "required"
-        found = reference_at(rows, i, len(row), trained, required)
-        return (
-            found
-            if found is None or len(trained) == len(positions)
-            else np.full(len(positions), np.nan, dtype=np.float32)
+    @property
+    def _unread(self) -> tuple[str, ...]:
+        if self.rules.reference == "unused":
+            return ("reference_logprobs",)
+        return ()
+
+    def _require_reference(self, sequence: TrainedSequence) -> None:
+        """Check that the reference's logprobs came along if nothing here could compute them."""
+        if self.rules.reference != "required" or len(sequence.tokens) > self.max_tokens:
+            return
+        missing = np.isnan(sequence["reference_logprobs"])
+        if not missing.any():
+            return
+        problem = " is missing"
+        if "reference_logprobs" in sequence.fields:
+            count = f"{int(missing.sum())} of {len(missing)}"
+            problem = f"[{sequence.order[1]}] has placeholders at {count} trained positions"
+        raise GroupError(
+            f"ref_logprobs{problem}, and with --ref-logprobs-from-workers no reference is loaded "
+            "here; look at the reference workers"
         )
 
     def _check_tokens(
@@ -388,9 +371,7 @@ class _GroupReader:
         tokens = int(places[-1]) + 1 - begin
         limit = self.max_tokens - begin if sampling.max_tokens is None else sampling.max_tokens
         if not self._is_masked(sequence):
-            self.batch.least_limit = (
-                limit if self.batch.least_limit is None else min(limit, self.batch.least_limit)
-            )
+            self.batch.least_limit = min(limit, self.batch.least_limit)
         return self.rules.lengths.penalty(tokens, limit)
 
     def _is_masked(self, sequence: TrainedSequence) -> bool:
@@ -415,24 +396,8 @@ class _GroupReader:
         )
 
 
-def _logprobs_at(
-    logprobs: list[npt.NDArray[np.float32]] | None,
-    i: int,
-    row: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
-) -> npt.NDArray[np.float32]:
-    if logprobs is None:
-        return np.full(len(positions), np.nan, dtype=np.float32)
-    if len(logprobs[i]) != len(row):
-        raise GroupError(
-            f"inference_logprobs[{i}] has {len(logprobs[i])} entries, tokens[{i}] has {len(row)}"
-        )
-    taken = logprobs[i][positions]
-    if not np.isfinite(taken).all():
-        raise GroupError(f"inference_logprobs[{i}] holds NaN or infinity at a trained position")
-    return taken
-
-
 def _env_id(group: Mapping[str, Any]) -> int | None:
-    found = group.get("env_id")
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
+    env_id = group.get("env_id")
+    if isinstance(env_id, bool) or not isinstance(env_id, int):
+        return None
+    return env_id

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from example_trainer.algorithm.advantages import Normalisation, token_weights
-from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
+from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch, TrainedSequence
 from example_trainer.batch.minibatches import divide
 from example_trainer.batch.prefixes import PrefixTree, prefix_tree, reading_order, separate
+from example_trainer.batch.token_fields import TOKEN_FIELDS
 from example_trainer.models.packing import NO_PARENT
 
 PAIRS_PER_TOKEN = 1 << 14
@@ -47,35 +48,27 @@ none of them ends are fewer than they are, and each of these sees no more than o
 
 @dataclass(frozen=True)
 class _Rollout:
-    """A sequence with its temperatures, a digest that stands for its content, and the weight of
-    each of its trained tokens.
+    """A sequence, a digest that stands for its content, and the weight of each of its trained
+    tokens.
     """
 
     sequence: TrainedSequence
-    temperatures: npt.NDArray[np.float32]
     digest: bytes
     weight: float = 0.0
 
     @classmethod
     def of(cls, sequence: TrainedSequence, default_temperature: float) -> _Rollout:
-        temperatures = sequence.temperatures
-        if temperatures is None:
-            temperatures = np.full(len(sequence.positions), default_temperature, dtype=np.float32)
+        if "temperatures" not in sequence.fields:
+            every = np.full(len(sequence.positions), default_temperature, dtype=np.float32)
+            sequence = sequence.with_fields(temperatures=every)
+        parts = [sequence.tokens, sequence.positions]
+        rows = ((field, sequence[name]) for name, field in TOKEN_FIELDS.items())
+        parts += [row for field, row in rows if field.orders(row)]
         # A digest, because the keys of a whole batch exist at once.
         content = hashlib.sha256()
-        for part in (
-            sequence.tokens,
-            sequence.positions,
-            sequence.advantages,
-            sequence.rollout_logprobs,
-            _versions(sequence),
-        ):
+        for part in parts:
             content.update(np.ascontiguousarray(part).data)
-        if (temperatures != 1.0).any():
-            content.update(np.ascontiguousarray(temperatures).data)
-        if sequence.teacher_logprobs is not None:
-            content.update(np.ascontiguousarray(sequence.teacher_logprobs).data)
-        return cls(sequence, temperatures, content.digest())
+        return cls(sequence, content.digest())
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -204,7 +197,7 @@ def empty_bin() -> PackedBin:
     """One token and nothing to train on: for a rank that must take part in a pass without work of
     its own.
     """
-    ids, none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    ids = torch.zeros(0, dtype=torch.int64)
     one = torch.ones(1, dtype=torch.int64)
     return PackedBin(
         tokens=torch.zeros_like(one),
@@ -212,14 +205,9 @@ def empty_bin() -> PackedBin:
         parents=torch.full_like(one, NO_PARENT),
         sources=ids,
         targets=ids,
-        rollout_logprobs=none,
-        advantages=none,
-        weights=none,
-        versions=ids,
+        fields={name: torch.from_numpy(field.filled(0)) for name, field in TOKEN_FIELDS.items()},
+        weights=torch.zeros(0),
         positions=ids,
-        temperatures=none,
-        teacher_logprobs=none,
-        reference_logprobs=none,
         counts=ids,
         orders=torch.zeros((0, 2), dtype=torch.int64),
         unreferenced=ids,
@@ -229,27 +217,13 @@ def empty_bin() -> PackedBin:
 
 def _that_teach(rollouts: Sequence[_Rollout]) -> list[_Rollout]:
     """Those with an advantage; if there is none, the shortest."""
-    teaching = [rollout for rollout in rollouts if rollout.sequence.advantages.any()]
+    teaching = [rollout for rollout in rollouts if rollout.sequence["advantages"].any()]
     return teaching or [
         min(
             rollouts,
             key=lambda rollout: (len(rollout.tokens), rollout.digest, rollout.sequence.order),
         )
     ]
-
-
-def _versions(sequence: TrainedSequence) -> npt.NDArray[np.int64]:
-    if sequence.versions is not None:
-        return sequence.versions
-    return np.full(len(sequence.positions), UNKNOWN_VERSION, dtype=np.int64)
-
-
-def _or_nan(
-    logprobs: npt.NDArray[np.float32] | None, sequence: TrainedSequence
-) -> npt.NDArray[np.float32]:
-    return (
-        np.full(len(sequence.positions), np.nan, dtype=np.float32) if logprobs is None else logprobs
-    )
 
 
 def _bins_of_groups(rollouts: Sequence[_Rollout], tokens_per_bin: int, ranks: int) -> list[_Bin]:
@@ -390,24 +364,19 @@ def _packed(units: Iterable[_Unit]) -> PackedBin:
     sequences = [rollout.sequence for rollout in rollouts]
     counts = [len(sequence.positions) for sequence in sequences]
     weights = np.array([rollout.weight for rollout in rollouts], dtype=np.float32)
-    referenced = [_or_nan(sequence.reference_logprobs, sequence) for sequence in sequences]
+    unreferenced = [int(np.isnan(s["reference_logprobs"]).sum()) for s in sequences]
     return PackedBin(
         tokens=_joined(tokens),
         lengths=torch.tensor([len(part) for part in tokens]),
         parents=torch.tensor(parents),
         sources=_joined(sources),
         targets=_joined([s.tokens[s.positions] for s in sequences]),
-        rollout_logprobs=_joined([s.rollout_logprobs for s in sequences]),
-        advantages=_joined([s.advantages for s in sequences]),
+        fields={name: _joined([s[name] for s in sequences]) for name in TOKEN_FIELDS},
         weights=torch.from_numpy(np.repeat(weights, counts)),
-        versions=_joined([_versions(s) for s in sequences]),
         positions=_joined([s.positions for s in sequences]),
-        temperatures=_joined([rollout.temperatures for rollout in rollouts]),
-        teacher_logprobs=_joined([_or_nan(s.teacher_logprobs, s) for s in sequences]),
-        reference_logprobs=_joined(referenced),
         counts=torch.tensor(counts),
         orders=torch.tensor([s.order for s in sequences]),
-        unreferenced=torch.tensor([int(np.isnan(row).sum()) for row in referenced]),
+        unreferenced=torch.tensor(unreferenced),
         reference_pass=torch.zeros(1, dtype=torch.int64),
     )
 

@@ -30,17 +30,16 @@ def completed_reference(bin: PackedBin, compute: Callable[[PackedBin], Tensor]) 
     Returns:
         [n] float32 on the bin's device.
     """
+    sent = bin["reference_logprobs"]
     if not bin.reference_pass.any():
-        return bin.reference_logprobs
+        return sent
     chosen = bin.unreferenced.nonzero().flatten().tolist()
     if len(chosen) == len(bin.counts):
-        found = compute(bin)
-        return torch.where(bin.reference_logprobs.isnan(), found, bin.reference_logprobs)
+        return torch.where(sent.isnan(), compute(bin), sent)
     part, rows = part_of(bin, chosen)
-    given = bin.reference_logprobs.clone()
-    known = given[rows]
-    given[rows] = torch.where(known.isnan(), compute(part), known)
-    return given
+    completed = sent.clone()
+    completed[rows] = torch.where(sent[rows].isnan(), compute(part), sent[rows])
+    return completed
 
 
 def part_of(bin: PackedBin, sequences: Sequence[int]) -> tuple[PackedBin, Tensor]:
@@ -73,9 +72,8 @@ def part_of(bin: PackedBin, sequences: Sequence[int]) -> tuple[PackedBin, Tensor
     parents = bin.parents[kept]
     on_device, of_sequences = rows.to(device), torch.tensor(sequences)
     taken = {name: tensor[on_device] for name, tensor in bin.of_targets().items()}
-    return replace(
+    whole = replace(
         bin,
-        **taken,
         tokens=bin.tokens[tokens.to(device)],
         lengths=bin.lengths[kept],
         parents=torch.where(parents == NO_PARENT, parents, places[parents]),
@@ -83,7 +81,8 @@ def part_of(bin: PackedBin, sequences: Sequence[int]) -> tuple[PackedBin, Tensor
         counts=bin.counts[of_sequences],
         orders=bin.orders[of_sequences],
         unreferenced=bin.unreferenced[of_sequences],
-    ), on_device
+    )
+    return PackedBin.of(whole.tensors() | taken), on_device
 
 
 def _with_parents(spans: Iterable[int], parents: Sequence[int]) -> list[int]:

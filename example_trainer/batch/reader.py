@@ -214,7 +214,7 @@ class BatchReader:
                 f"inference_logprobs above 0 at {batch.no_logprobs} sampled tokens of a batch are placeholders, no logprobs: "
                 "such tokens count as sent without (missing_rollout_logprobs); let the environment send what the server said",
             )
-        if batch.least_limit is not None and batch.least_limit < self.config.overlong_buffer:
+        if batch.least_limit < self.config.overlong_buffer:
             self._say_once(
                 "buffer",
                 f"Answers may be {batch.least_limit} tokens long, and --overlong-buffer is {self.config.overlong_buffer}: they "
@@ -226,7 +226,7 @@ class BatchReader:
                 f"{batch.unpenalised} of a batch's groups bring advantages of their own, which --truncated-answers penalise "
                 "leaves as they are",
             )
-        silent = sum(sequence.temperatures is None for sequence in batch.sequences)
+        silent = sum("temperatures" not in sequence.fields for sequence in batch.sequences)
         if silent:
             processed = self._rules.sampling.servers.processed
             self._say_once(
@@ -243,12 +243,8 @@ class BatchReader:
                 "--truncated-answers mask takes them for whole",
             )
         if unknown := self._rules.sampling.servers.unknown:
-            said = [
-                sequence.temperatures
-                for sequence in batch.sequences
-                if sequence.temperatures is not None
-            ]
-            if other := [float(row[row != 1.0][0]) for row in said if (row != 1.0).any()]:
+            rows = [sequence["temperatures"] for sequence in batch.sequences]
+            if other := [float(row[row != 1.0][0]) for row in rows if (row != 1.0).any()]:
                 self._say_once("unknown", TAKEN_ON_TRUST % (unknown[0], other[0]))
 
     def _require_teacher(self, batch: Batch) -> None:
@@ -268,16 +264,10 @@ class BatchReader:
             )
 
     def _temperatures(self, sequence: TrainedSequence) -> npt.NDArray[np.float32]:
-        """Of each trained token that a teacher scored."""
-        if sequence.teacher_logprobs is None:
-            return np.ones(0, dtype=np.float32)
-        said = sequence.temperatures
-        every = (
-            np.full(len(sequence.positions), self.config.temperature, dtype=np.float32)
-            if said is None
-            else said
-        )
-        return every[np.isfinite(sequence.teacher_logprobs)]
+        """Return the temperature of each trained token that a teacher scored."""
+        every = np.full(len(sequence.positions), self.config.temperature, dtype=np.float32)
+        temperatures = sequence.fields.get("temperatures", every)
+        return temperatures[np.isfinite(sequence["teacher_logprobs"])]
 
     def _say_once(self, what: str, message: str) -> None:
         if what not in self._said:

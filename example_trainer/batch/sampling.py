@@ -93,6 +93,12 @@ class Sampling:
     max_tokens: int | None = None
     narrowed: tuple[str, ...] = ()
 
+    def last_temperatures(self, count: int) -> npt.NDArray[np.float32] | None:
+        """Return the temperatures of the last sampled tokens; None if they are unknown."""
+        if self.temperatures is None:
+            return None
+        return self.temperatures[len(self.temperatures) - count :]
+
 
 def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -> Sampling:
     """Read a sequence's entry of `sampling_params`.

@@ -4,10 +4,9 @@ on those before.
 
 from __future__ import annotations
 
-import json
+import io
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,30 +14,9 @@ from torch import Tensor
 from example_trainer.batch.bins import PackedBin
 from example_trainer.parallel.ranks import Ranks
 
-Sizes = list[int]
-"""Of one bin: its tokens, spans, trained tokens and sequences."""
 Minibatches = Sequence[Sequence[PackedBin]]
 """One rank's bins of each minibatch."""
 
-_SPANS, _SEQUENCES = ("lengths", "parents"), ("counts", "orders", "unreferenced")
-_FLOATS = (
-    "rollout_logprobs",
-    "advantages",
-    "weights",
-    "temperatures",
-    "teacher_logprobs",
-    "reference_logprobs",
-)
-_INTS = (
-    "tokens",
-    *_SPANS,
-    "sources",
-    "targets",
-    "versions",
-    "positions",
-    *_SEQUENCES,
-    "reference_pass",
-)
 _NAME, _WHAT = "bins", "handing out a batch"
 _LOOK_SECONDS = 0.02
 """How often a rank looks for a batch. It does not wait in a message of Gloo's, which nothing but
@@ -78,10 +56,11 @@ class BinChannel:
         if self._ranks.world_size > 1:
             self._waiting = [rank for rank in self._waiting if self._ranks.claim(self._share(rank))]
             self._batches += 1
-            messages = [_message(share) for share in shares]
+            messages = [encode(share) for share in shares]
             for rank in self._waiting:
-                for part in messages[rank % len(shares)]:
-                    self._send(part, rank)
+                message = messages[rank % len(shares)]
+                self._send(torch.tensor([len(message)]), rank)
+                self._send(message, rank)
         return shares[0]
 
     def receive(self, over: Callable[[], bool]) -> Minibatches | None:
@@ -101,13 +80,8 @@ class BinChannel:
                 return None
             time.sleep(_LOOK_SECONDS)
         self._batches += 1
-        lengths = self._receive(torch.empty(2, dtype=torch.int64))
-        data, text = self._receive(torch.empty(int(lengths.sum()), dtype=torch.uint8)).split(
-            lengths.tolist()
-        )
-        sizes: list[list[Sizes]] = json.loads(text.numpy().tobytes())
-        bins = iter(decode(data, [size for minibatch in sizes for size in minibatch]))
-        return [list(islice(bins, len(minibatch))) for minibatch in sizes]
+        length = int(self._receive(torch.empty(1, dtype=torch.int64)))
+        return decode(self._receive(torch.empty(length, dtype=torch.uint8)))
 
     def leave(self) -> None:
         """On another rank, when it receives no more: rank 0 does not wait for it. What is on its
@@ -138,62 +112,14 @@ class BinChannel:
         return message
 
 
-def _message(share: Minibatches) -> tuple[Tensor, Tensor]:
-    """How long its parts are, and these: the bins, and their sizes as JSON."""
-    data = encode([one for bins in share for one in bins])
-    text = torch.frombuffer(
-        bytearray(json.dumps([sizes_of(bins) for bins in share]).encode()), dtype=torch.uint8
-    )
-    return torch.tensor([len(data), len(text)]), torch.cat([data, text])
+def encode(share: Minibatches) -> Tensor:
+    """Return one rank's bins as bytes."""
+    buffer = io.BytesIO()
+    torch.save([[one.tensors() for one in bins] for bins in share], buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def sizes_of(bins: Sequence[PackedBin]) -> list[Sizes]:
-    """What `decode` must be told about bins."""
-    return [[len(one.tokens), len(one.lengths), len(one.targets), len(one.counts)] for one in bins]
-
-
-def encode(bins: Sequence[PackedBin]) -> Tensor:
-    """All tensors of some bins as bytes; those of 8 bytes a number come first, so that every one is
-    aligned.
-    """
-    tensors = [one.tensors() for one in bins]
-    rows = [fields[name] for names in (_INTS, _FLOATS) for fields in tensors for name in names]
-    return torch.cat(
-        [
-            torch.empty(0, dtype=torch.uint8),
-            *(row.contiguous().flatten().view(torch.uint8) for row in rows),
-        ]
-    )
-
-
-def decode(data: Tensor, sizes: Sequence[Sizes]) -> list[PackedBin]:
-    """The bins that were encoded, as views of the bytes."""
-    fields: list[dict[str, Tensor]] = [{} for _ in sizes]
-    begin = 0
-    for names, dtype in ((_INTS, torch.int64), (_FLOATS, torch.float32)):
-        for found, size in zip(fields, sizes, strict=True):
-            for name in names:
-                shape = _shape(name, size)
-                end = begin + shape.numel() * dtype.itemsize
-                found[name] = data[begin:end].view(dtype).view(shape)
-                begin = end
-    return [PackedBin(**found) for found in fields]
-
-
-def _shape(name: str, size: Sizes) -> torch.Size:
-    tokens, spans, trained, sequences = size
-    if name == "orders":
-        return torch.Size((sequences, 2))
-    if name == "reference_pass":
-        return torch.Size((1,))
-    return torch.Size(
-        (
-            tokens
-            if name == "tokens"
-            else spans
-            if name in _SPANS
-            else sequences
-            if name in _SEQUENCES
-            else trained,
-        )
-    )
+def decode(data: Tensor) -> Minibatches:
+    """Return the bins that were encoded."""
+    share = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    return [[PackedBin.of(tensors) for tensors in bins] for bins in share]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from example_trainer.algorithm.divergence import k3
-from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
+from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.token_fields import UNKNOWN_VERSION
 from example_trainer.errors import TrainerError
 from vllm_patching.batch_invariant.provenance import provenance_difference
 from vllm_patching.protocol.checksum import weights_checksum
@@ -120,20 +121,20 @@ class ParityCheck:
             ParityError: a token of the present weights differs, or came without a logprob; or one
                 is of other weights, or of unknown ones, and that is not allowed.
         """
-        recomputed, sampled = logprobs.detach(), packed.rollout_logprobs
+        recomputed, sampled = logprobs.detach(), packed["rollout_logprobs"]
         if recomputed.dtype != torch.float32 or sampled.dtype != torch.float32:
             raise TypeError(
                 f"logprobs are compared as float32, not {recomputed.dtype} and {sampled.dtype}"
             )
         if not len(recomputed):
             return
-        fresh, unknown = packed.versions == self._version, sampled.isnan()
+        fresh, unknown = packed["versions"] == self._version, sampled.isnan()
         if self._stop and not self._older_allowed:
             self._refuse_other_weights(packed, ~fresh)
         elif (
             self._stop
             and not self._said_unknown
-            and bool((packed.versions == UNKNOWN_VERSION).any())
+            and bool((packed["versions"] == UNKNOWN_VERSION).any())
         ):
             self._said_unknown = True
             logger.warning(
@@ -186,7 +187,7 @@ class ParityCheck:
         if not bool(other.any()):
             return
         index = int(other.int().argmax())
-        (group, sequence), sampled = _sequence_of(packed, index), int(packed.versions[index])
+        (group, sequence), sampled = _sequence_of(packed, index), int(packed["versions"][index])
         raise ParityError(
             f"group {group}, sequence {sequence} was sampled under weight version "
             f"{None if sampled == UNKNOWN_VERSION else sampled}, the trainer holds {self._version}: its bits cannot be equal; "
@@ -271,7 +272,7 @@ def _describe(packed: PackedBin, recomputed: Tensor, index: int, version: int) -
         sequence,
         int(packed.positions[index]),
         int(packed.targets[index]),
-        float(packed.rollout_logprobs[index]),
+        float(packed["rollout_logprobs"][index]),
         float(recomputed[index]),
         version,
     )

@@ -89,7 +89,7 @@ class TokenReport:
             if room:
                 part = slice(begin, begin + room)
                 columns = torch.stack(
-                    (logprobs.detach()[part], entropy.detach()[part], bin.advantages[part])
+                    (logprobs.detach()[part], entropy.detach()[part], bin["advantages"][part])
                 )
                 self._copied.append(
                     _Copied((group, sequence), count, columns.to("cpu", non_blocking=True))

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from atroposlib.wire.groups import PROMPT_LOGPROB
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.fields import wire_row
 from example_trainer.batch.group_error import GroupError
 from example_trainer.batch.groups import Batch, Rules, parse_batch
 from example_trainer.batch.packing import pack_batch
 from example_trainer.batch.reader import CPU_TOKENS_PER_MICROBATCH
-from example_trainer.batch.reference_logprobs import NOT_SCORED, wire_row
 from example_trainer.batch.sampling import SamplingRules
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError, NonFiniteError
@@ -155,7 +156,7 @@ class ReferenceScorer:
             NonFiniteError: the model computes NaN or infinity.
         """
         batch = self._parsed(group, settings)
-        rows = [[NOT_SCORED] * len(tokens) for tokens in group["tokens"]]
+        rows = [[PROMPT_LOGPROB] * len(tokens) for tokens in group["tokens"]]
         for bin in self._bins(batch, settings):
             device = self._model.output_weight.device
             moved = bin.handed_to(device)

@@ -248,12 +248,12 @@ def _inputs(bin: PackedBin, known: _Known, logprobs: Tensor, entropy: Tensor) ->
         logprobs=logprobs,
         entropy=entropy,
         proximal_logprobs=known.proximal,
-        rollout_logprobs=bin.rollout_logprobs,
+        rollout_logprobs=bin["rollout_logprobs"],
         reference_logprobs=known.reference,
-        teacher_logprobs=bin.teacher_logprobs,
-        advantages=bin.advantages,
+        teacher_logprobs=bin["teacher_logprobs"],
+        advantages=bin["advantages"],
         weights=bin.weights,
-        versions=bin.versions,
+        versions=bin["versions"],
         sequence=known.sequence,
         sequences=len(bin.counts),
     )
@@ -271,7 +271,7 @@ def response_logprobs(
         bin.targets,
         bin.sequences(),
         config.logprob_chunk,
-        bin.temperatures,
+        bin["temperatures"],
         entropy_gradient=bool(config.entropy_coef),
     )
 

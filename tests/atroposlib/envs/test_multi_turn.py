@@ -204,13 +204,13 @@ async def test_the_trainer_takes_advantages_of_turns_and_masks_what_a_limit_ende
     assert batch.invalid == []
     first, second, limited, whole = batch.sequences
     for sequence, row in zip((first, second), group["advantages"], strict=True):
-        assert sequence.advantages.tolist() == pytest.approx(
+        assert sequence["advantages"].tolist() == pytest.approx(
             [row[place] for place in sequence.positions]
         )
     assert (limited.finish_reason, len(limited.positions)) == ("length", 0), (
         "with max_turns it is as if an answer was cut off"
     )
-    assert (whole.finish_reason, float(whole.advantages[0])) == ("stop", pytest.approx(-1.0)), (
+    assert (whole.finish_reason, float(whole["advantages"][0])) == ("stop", pytest.approx(-1.0)), (
         "it is in the baseline of the others"
     )
 

@@ -91,7 +91,7 @@ def main(stop: StopSignal) -> None:
         seen = {
             "orders": sorted(one.orders.tolist()),
             "targets": sorted(one.targets.tolist()),
-            "versions": sorted(set(one.versions.tolist())),
+            "versions": sorted(set(one["versions"].tolist())),
             "weight": round(float(one.weights.sum()), 4),
             "lengths": one.lengths.tolist(),
             "age": batch.figures.age_max,

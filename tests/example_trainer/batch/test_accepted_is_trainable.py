@@ -112,8 +112,8 @@ def test_what_the_service_accepts_the_trainer_trains_on(fields: list[tuple[str, 
     batch = parse_batch([group], 100, VOCABULARY, Rules(reference="optional"), 0)
     assert not batch.invalid
     for sequence in batch.sequences:
-        assert np.isfinite(sequence.advantages).all()
-        assert np.isfinite(np.square(sequence.advantages)).all()
+        assert np.isfinite(sequence["advantages"]).all()
+        assert np.isfinite(np.square(sequence["advantages"])).all()
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,7 +136,7 @@ def test_a_batch_that_an_older_service_stored_never_ends_the_trainer(
     assert (
         len(batch.sequences) == 2 * (len(groups) - len(batch.invalid)) or len(answer["batch"]) == 1
     )
-    assert all(np.isfinite(sequence.advantages).all() for sequence in batch.sequences)
+    assert all(np.isfinite(sequence["advantages"]).all() for sequence in batch.sequences)
 
 
 def test_a_group_that_cannot_be_read_is_named_and_the_others_are_kept() -> None:

@@ -65,7 +65,7 @@ def test_each_batch_has_the_next_problems_and_the_present_version() -> None:
         batch = made.next(version)
         assert batch.lease is None
         assert (batch.figures.sequences, batch.figures.age_max, batch.queue_size) == (4, 0, 0)
-        versions = torch.cat([one.versions for bins in batch.minibatches for one in bins])
+        versions = torch.cat([one["versions"] for bins in batch.minibatches for one in bins])
         assert versions.tolist() == [version] * batch.figures.tokens
         made.acknowledge(version + 1)
     assert sampler.asked == [problem.question for problem in itertools.islice(sums(3), 6)]
@@ -81,7 +81,7 @@ def test_every_batch_is_exactly_as_old_as_asked_for_and_nothing_is_sampled_in_va
     for version in range(steps):
         sampler.version = version
         batch = made.next(version)
-        seen = torch.cat([one.versions for bins in batch.minibatches for one in bins])
+        seen = torch.cat([one["versions"] for bins in batch.minibatches for one in bins])
         assert seen.tolist() == [max(0, version - staleness)] * batch.figures.tokens
         assert batch.figures.age_max == min(version, staleness)
         made.acknowledge(version + 1)
@@ -201,13 +201,13 @@ def test_the_sampler_asks_for_ids_and_numbers_and_reads_the_text_itself(
     assert groups[0]["tokens"] == [prompt + right, prompt + wrong]
     assert groups[0]["scores"] == [1.0, -1.0]
     one, two = parse_batch(groups, max_tokens=1000, vocab_size=len(tokenizer), version=5).sequences
-    assert [s.rollout_logprobs.tolist() for s in (one, two)] == numbers
+    assert [s["rollout_logprobs"].tolist() for s in (one, two)] == numbers
     assert [s.finish_reason for s in (one, two)] == ["stop", "length"]
     assert (
         groups[0]["sampling_params"]
         == [{"temperature": body["temperature"], "max_tokens": body["max_tokens"]}] * 2
     )
-    assert one.versions is not None
-    assert one.versions.tolist() == [4] * len(right)
-    assert two.versions is not None
-    assert two.versions.tolist() == [4, *[5] * (len(wrong) - 1)]
+    assert one["versions"] is not None
+    assert one["versions"].tolist() == [4] * len(right)
+    assert two["versions"] is not None
+    assert two["versions"].tolist() == [4, *[5] * (len(wrong) - 1)]

@@ -4,7 +4,6 @@ order of arrival.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -90,9 +89,7 @@ def test_what_teaches_nothing_is_left_out_and_counts_as_before(
     """The sum over tokens of weight × advantage × any function of the token, which gradients are,
     stays what it was; each minibatch has a sequence to forward."""
     sequences = [
-        replace(
-            s, advantages=np.zeros_like(s.advantages) if zeroed >> number & 1 else s.advantages + 1
-        )
+        s.with_fields(advantages=(s["advantages"] + 1) * np.float32(1 - (zeroed >> number & 1)))
         for number, s in enumerate(batch.sequences)
     ]
     all_of_it, less = (
@@ -103,7 +100,7 @@ def test_what_teaches_nothing_is_left_out_and_counts_as_before(
         products: list[dict[tuple[int, ...], list[float]]] = [{}, {}]
         for bins, found in zip((whole, part), products, strict=True):
             for one in bins:
-                shares = (one.weights * one.advantages).split(one.counts.tolist())
+                shares = (one.weights * one["advantages"]).split(one.counts.tolist())
                 found.update(
                     {
                         tuple(o): p.tolist()
@@ -139,7 +136,7 @@ def test_temperatures_and_teachers_come_along() -> None:
     by_order = dict(
         zip(
             map(tuple, one.orders.tolist()),
-            one.temperatures.split(one.counts.tolist()),
+            one["temperatures"].split(one.counts.tolist()),
             strict=True,
         )
     )
@@ -148,7 +145,7 @@ def test_temperatures_and_teachers_come_along() -> None:
     taught = dict(
         zip(
             map(tuple, one.orders.tolist()),
-            one.teacher_logprobs.split(one.counts.tolist()),
+            one["teacher_logprobs"].split(one.counts.tolist()),
             strict=True,
         )
     )
@@ -161,7 +158,7 @@ def batches_of_two() -> Batch:
     first, second = rollout((0, 0), [1, 2, 3], [1, 2]), rollout((0, 1), [1, 4, 5], [1, 2])
     return Batch(
         [
-            replace(first, temperatures=np.full(2, 0.7, dtype=np.float32)),
-            replace(second, teacher_logprobs=np.array([-1, -2], dtype=np.float32)),
+            first.with_fields(temperatures=np.full(2, 0.7, dtype=np.float32)),
+            second.with_fields(teacher_logprobs=np.array([-1, -2], dtype=np.float32)),
         ]
     )

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.wire.weight_lineage import TrainerSession
-from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
+from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.figures import figures_of
 from example_trainer.batch.groups import Batch, TrainedSequence
 from example_trainer.batch.packing import PAIRS_PER_TOKEN, SEEN_PER_TOKEN, empty_bin, pack_batch
@@ -30,17 +30,19 @@ def rollout(
 ) -> TrainedSequence:
     """Its figures tell where they belong: no two trained tokens of a batch have the same advantage."""
     advantages = [1000 * order[0] + 100 * order[1] + number for number in range(len(trained))]
+    fields = {
+        "rollout_logprobs": np.array([-0.5 * number for number in range(len(trained))], np.float32),
+        "advantages": np.array(advantages, dtype=np.float32),
+    }
+    if versions is not None:
+        fields["versions"] = np.array(versions, dtype=np.int64)
     return TrainedSequence(
         tokens=np.array(tokens, dtype=np.int64),
         positions=np.array(trained, dtype=np.int64),
-        rollout_logprobs=np.array(
-            [-0.5 * number for number in range(len(trained))], dtype=np.float32
-        ),
-        advantages=np.array(advantages, dtype=np.float32),
+        fields=fields,
         score=float(order[1]),
         weight_version=3,
         order=order,
-        versions=None if versions is None else np.array(versions, dtype=np.int64),
     )
 
 
@@ -100,10 +102,10 @@ def unpacked(bins: list[PackedBin]) -> dict[tuple[int, int], list[tuple[Any, ...
         columns = zip(
             one.targets.tolist(),
             one.positions.tolist(),
-            one.rollout_logprobs.tolist(),
-            one.advantages.tolist(),
+            one["rollout_logprobs"].tolist(),
+            one["advantages"].tolist(),
             one.weights.tolist(),
-            one.versions.tolist(),
+            one["versions"].tolist(),
             map(tuple, contexts(one)),
             strict=True,
         )
@@ -121,13 +123,14 @@ def expected(batch: Batch) -> dict[tuple[int, int], list[tuple[Any, ...]]]:
     trained = sum(len(s.positions) > 0 for s in batch.sequences)
     for s in batch.sequences:
         weight = float(np.float32(1 / (max(1, len(s.positions)) * max(1, trained))))
-        versions = (
-            [UNKNOWN_VERSION] * len(s.positions) if s.versions is None else s.versions.tolist()
-        )
         rows = zip(
-            s.tokens[s.positions].tolist(), s.positions.tolist(), s.rollout_logprobs.tolist(), s.advantages.tolist(), versions,
+            s.tokens[s.positions].tolist(),
+            s.positions.tolist(),
+            s["rollout_logprobs"].tolist(),
+            s["advantages"].tolist(),
+            s["versions"].tolist(),
             strict=True,
-        )  # fmt: skip
+        )
         said = [
             (
                 target,
@@ -436,7 +439,9 @@ def test_figures_count_what_is_forwarded_and_what_that_spares() -> None:
     assert (figures.sequence_tokens, figures.forwarded_tokens, figures.bins) == (220, 2 * 60, 2)
     assert (figures.forwarded_targets, figures.zero_advantage_share) == (20, 0.0)
     assert figures.attended_pairs == 2 * (50 * 51 // 2 + 2 * (5 * 50 + 15))
-    batch.sequences[1:4] = [replace(s, advantages=0 * s.advantages) for s in batch.sequences[1:4]]
+    batch.sequences[1:4] = [
+        s.with_fields(advantages=0 * s["advantages"]) for s in batch.sequences[1:4]
+    ]
     settings: dict[str, Any] = {
         "tokens_per_bin": 1000,
         "ranks": 1,

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from atroposlib.wire.groups import PROMPT_LOGPROB
 from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.fields import wire_row
 from example_trainer.batch.groups import Batch, Rules, parse_batch
 from example_trainer.batch.packing import pack_batch
 from example_trainer.batch.partial_bins import completed_reference, part_of
-from example_trainer.batch.reference_logprobs import NOT_SCORED, wire_row
 
 OPTIONAL = Rules(reference="optional")
 LOGPROBS = st.floats(max_value=0.0, min_value=float(np.finfo(np.float32).min), width=32)
@@ -41,7 +42,7 @@ def read(one: dict[str, Any], rules: Rules = OPTIONAL, longest: int = 64) -> Bat
 
 def rows_of(batch: Batch) -> list[Any]:
     return [
-        None if s.reference_logprobs is None else s.reference_logprobs.tolist()
+        s["reference_logprobs"].tolist() if "reference_logprobs" in s.fields else None
         for s in batch.sequences
     ]
 
@@ -61,7 +62,7 @@ def test_without_a_reference_nobody_looks_at_them() -> None:
 
 def test_a_placeholder_is_a_token_that_nobody_scored() -> None:
     batch = read(group(ref_logprobs=[[1.0, 1.0, 1.0, -0.25], [9.0, 9.0, 1e-4]]))
-    assert np.isnan(batch.sequences[0].reference_logprobs).tolist() == [True, False]
+    assert np.isnan(batch.sequences[0]["reference_logprobs"]).tolist() == [True, False]
     assert rows_of(batch)[1] == [pytest.approx(1e-4)], "rounding, and no placeholder"
 
 
@@ -123,7 +124,7 @@ def test_every_bit_survives_the_wire(values: list[float], before: int) -> None:
     logprobs = np.array(values, dtype=np.float32)
     length = before + len(values)
     row = wire_row(length, np.arange(before, length), logprobs)
-    assert row[:before] == [NOT_SCORED] * before
+    assert row[:before] == [PROMPT_LOGPROB] * before
     for arrived in (orjson.loads(orjson.dumps(row)), json.loads(json.dumps(row))):
         tokens = [1] * length
         one = group(
@@ -133,8 +134,7 @@ def test_every_bit_survives_the_wire(values: list[float], before: int) -> None:
             ref_logprobs=[arrived],
         )
         (sequence,) = read(one).sequences
-        assert sequence.reference_logprobs is not None
-        assert sequence.reference_logprobs.tobytes() == logprobs.tobytes()
+        assert sequence["reference_logprobs"].tobytes() == logprobs.tobytes()
 
 
 # ---- the passes that are left to make ----
@@ -154,7 +154,9 @@ def logprobs_by_tokens(bin: PackedBin) -> Tensor:
             seen = [*seen, int(bin.tokens[place])]
             past[place] = seen
         ends.append(seen)
-    pairs = zip(bin.sources.tolist(), bin.targets.tolist(), bin.temperatures.tolist(), strict=True)
+    pairs = zip(
+        bin.sources.tolist(), bin.targets.tolist(), bin["temperatures"].tolist(), strict=True
+    )
     told = [
         -(hash((tuple(past[source]), target, heat)) % 10007) / 7 for source, target, heat in pairs
     ]
@@ -210,7 +212,9 @@ def test_only_what_is_missing_is_computed_and_it_is_what_a_pass_over_all_would_h
         for one in at_once:
             found = completed_reference(one, compute)
             expected = torch.where(
-                one.reference_logprobs.isnan(), logprobs_by_tokens(one), one.reference_logprobs
+                one["reference_logprobs"].isnan(),
+                logprobs_by_tokens(one),
+                one["reference_logprobs"],
             )
             assert torch.equal(found, expected)
         missing = sum(int(one.unreferenced.sum()) for one in at_once)

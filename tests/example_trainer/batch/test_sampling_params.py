@@ -181,8 +181,8 @@ def test_old_rollouts_train_at_the_options_temperature_with_one_note(
     ]
     (((other,),),) = packed.minibatches
     (((one,),),) = made.read([at(0.75, None)], 0).minibatches
-    assert sorted(one.temperatures.tolist()) == [0.5] * 3 + [0.75] * 2
-    assert other.temperatures.tolist() == [1.0] * 5
+    assert sorted(one["temperatures"].tolist()) == [0.5] * 3 + [0.75] * 2
+    assert other["temperatures"].tolist() == [1.0] * 5
 
 
 def test_placeholders_in_the_place_of_logprobs_are_unknown_with_one_note(
@@ -193,7 +193,7 @@ def test_placeholders_in_the_place_of_logprobs_are_unknown_with_one_note(
         (minibatch,) = made.read(
             [at(1, 1) | {"inference_logprobs": [[1.0] * 4, [1.0, 1.0, -1.5, 1.0, -2.0]]}], 0
         ).minibatches
-        assert sum(int(bin.rollout_logprobs.isnan().sum()) for bin in minibatch[0]) == 3
+        assert sum(int(bin["rollout_logprobs"].isnan().sum()) for bin in minibatch[0]) == 3
     assert (
         caplog.text.count(
             "inference_logprobs above 0 at 3 sampled tokens of a batch are placeholders, no logprobs"

@@ -162,7 +162,7 @@ def test_a_batch_carries_them_to_its_bins(caplog: pytest.LogCaptureFixture) -> N
             [posted([ONE, [[], [7], [3], [7]]], [GOOD, GOOD]), posted(None, None)], 0
         )
         (minibatch,) = packed.minibatches
-        found = np.concatenate([bin.teacher_logprobs.numpy() for bin in minibatch[0]])
+        found = np.concatenate([bin["teacher_logprobs"].numpy() for bin in minibatch[0]])
         assert np.isfinite(found).sum() == 5, (
             "equal scores are forwarded, too: a teacher has to say something of them"
         )

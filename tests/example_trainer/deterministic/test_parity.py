@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
+from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch
 from example_trainer.batch.registration import registration
+from example_trainer.batch.token_fields import UNKNOWN_VERSION
 from example_trainer.deterministic.pairing import (
     deterministic_decoder,
     make_parity,
@@ -53,10 +54,10 @@ KERNELS = {"linear": "cublaslt 130100", "rms_norm": "lockstep abc"}
 
 
 def with_one_bit_changed(batch: Batch, sequence: int, token: int) -> Batch:
-    changed = batch.sequences[sequence].rollout_logprobs.copy()
+    changed = batch.sequences[sequence]["rollout_logprobs"].copy()
     changed[token] = np.nextafter(changed[token], np.float32(0))
     sequences = list(batch.sequences)
-    sequences[sequence] = replace(sequences[sequence], rollout_logprobs=changed)
+    sequences[sequence] = sequences[sequence].with_fields(rollout_logprobs=changed)
     return Batch(sequences)
 
 
@@ -80,8 +81,8 @@ def test_one_bit_of_one_token_stops_the_run_before_the_step(tmp_path: Path) -> N
         )
     sequence = batch.sequences[3]
     theirs, ours = (
-        float(sequence.rollout_logprobs[1]),
-        float(rollouts(model, 1, 0).sequences[3].rollout_logprobs[1]),
+        float(sequence["rollout_logprobs"][1]),
+        float(rollouts(model, 1, 0).sequences[3]["rollout_logprobs"][1]),
     )
     message = str(error.value)
     assert message.startswith(f"1 of {batch.trained_tokens} tokens of a microbatch differ")
@@ -101,12 +102,12 @@ def test_without_stopping_differences_are_counted_and_measured(tmp_path: Path) -
     optimizer = make_optimizer(options, model)
     batch = rollouts(model, 1, 0)
     sequence = batch.sequences[2]
-    wrong = sequence.rollout_logprobs.copy()
+    wrong = sequence["rollout_logprobs"].copy()
     wrong[:2] -= np.float32(0.5)
     parity = ParityCheck(KERNELS, KERNELS, stop=False)
     sequences = [
         *batch.sequences[:2],
-        replace(sequence, rollout_logprobs=wrong),
+        sequence.with_fields(rollout_logprobs=wrong),
         *batch.sequences[3:],
     ]
     objective = make_objective(options)
@@ -140,8 +141,9 @@ def test_without_stopping_differences_are_counted_and_measured(tmp_path: Path) -
 @pytest.mark.parametrize("version", [None, 2, 4])
 def test_rollouts_of_other_weights_are_refused(version: int | None) -> None:
     batch = rollouts(decoder_for("cpu"), 1, 3)
-    other = None if version is None else np.full(len(batch.sequences[4].positions), version)
-    batch.sequences[4] = replace(batch.sequences[4], versions=other)
+    number = UNKNOWN_VERSION if version is None else version
+    other = np.full(len(batch.sequences[4].positions), number)
+    batch.sequences[4] = batch.sequences[4].with_fields(versions=other)
     parity = ParityCheck(KERNELS, KERNELS)
     parity.begin(3)
     (packed,) = bins(batch, tokens=1000)
@@ -149,7 +151,7 @@ def test_rollouts_of_other_weights_are_refused(version: int | None) -> None:
         ParityError,
         match=f"group 2, sequence 0 was sampled under weight version {version}, the trainer holds 3",
     ):
-        parity.compare(packed, packed.rollout_logprobs)
+        parity.compare(packed, packed["rollout_logprobs"])
 
 
 @given(
@@ -207,14 +209,16 @@ def bin_of(versions: Tensor, logprobs: Tensor) -> PackedBin:
         parents=torch.tensor([-1]),
         sources=rows,
         targets=rows,
-        rollout_logprobs=logprobs,
-        advantages=ones,
+        fields={
+            "rollout_logprobs": logprobs,
+            "advantages": ones,
+            "versions": versions,
+            "temperatures": ones,
+            "teacher_logprobs": torch.full((count,), math.nan),
+            "reference_logprobs": torch.full((count,), math.nan),
+        },
         weights=ones,
-        versions=versions,
         positions=rows + 1,
-        temperatures=ones,
-        teacher_logprobs=torch.full((count,), math.nan),
-        reference_logprobs=torch.full((count,), math.nan),
         counts=counts,
         orders=torch.tensor([[7, number] for number in range(len(counts))]),
         unreferenced=counts,
@@ -383,7 +387,7 @@ def test_logprobs_are_those_of_the_plain_operations(tmp_path: Path) -> None:
     with torch.no_grad():
         ours, entropy = response_logprobs(model, packed, packed.packing(), config(tmp_path))
         theirs, other = response_logprobs(plain, packed, packed.packing(), config(tmp_path))
-    assert torch.equal(ours, packed.rollout_logprobs)
+    assert torch.equal(ours, packed["rollout_logprobs"])
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, other, atol=2e-5, rtol=1e-5)
 

@@ -87,12 +87,14 @@ def rollouts(model: Decoder, seed: int, version: int, count: int = 6) -> Batch:
             TrainedSequence(
                 tokens=tokens.numpy(),
                 positions=torch.arange(prompt, length).numpy(),
-                rollout_logprobs=logprobs.numpy(),
-                advantages=torch.full((trained,), 1.0 if number % 2 else -1.0).numpy(),
+                fields={
+                    "rollout_logprobs": logprobs.numpy(),
+                    "advantages": torch.full((trained,), 1.0 if number % 2 else -1.0).numpy(),
+                    "versions": torch.full((trained,), version).numpy(),
+                },
                 score=float(number % 2),
                 weight_version=version,
                 order=(number // 2, number % 2),
-                versions=torch.full((trained,), version).numpy(),
             )
         )
     return Batch(sequences)

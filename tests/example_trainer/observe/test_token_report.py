@@ -70,7 +70,7 @@ def test_the_numbers_are_those_of_the_first_update(updates: int) -> None:
         logprobs, entropies = expected[group, place]
         assert torch.equal(torch.from_numpy(trained.logprobs.copy()), logprobs)
         assert torch.equal(torch.from_numpy(trained.entropies.copy()), entropies)
-        assert trained.advantages.tolist() == sequences[group, place].advantages.tolist()
+        assert trained.advantages.tolist() == sequences[group, place]["advantages"].tolist()
         assert trained.trained == len(sequences[group, place].positions)
     assert report.take() is None, "a batch is reported once"
 

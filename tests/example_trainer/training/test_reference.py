@@ -74,9 +74,9 @@ def workers(
     )
     assert not batch.invalid
     return {
-        s.order: s.reference_logprobs.tobytes()
+        s.order: s["reference_logprobs"].tobytes()
         for s in batch.sequences
-        if s.reference_logprobs is not None
+        if "reference_logprobs" in s.fields
     }
 
 

@@ -219,7 +219,7 @@ def test_on_policy_rollouts_have_ratio_one() -> None:
             group["inference_logprobs"][i] = chosen
     batch = parse_batch(groups, 64, 31)
     _, row = gradients_of(packed(batch, config())[0], config())
-    advantages = [a for sequence in batch.sequences for a in sequence.advantages.tolist()]
+    advantages = [a for sequence in batch.sequences for a in sequence["advantages"].tolist()]
     assert row["clip_fraction"] == 0
     assert row["kl"] == pytest.approx(0, abs=1e-9)
     assert row["loss"] == pytest.approx(-sum(advantages) / len(advantages), abs=1e-5)
