@@ -28,7 +28,7 @@ from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.type_definitions import Message
 from atroposlib.utils.boxed import last_boxed
 from atroposlib.utils.killable import ChildDied, KillableCalls
-from atroposlib.wire.groups import ScoredDataGroup
+from atroposlib.wire import ScoredDataGroup
 from environments.common import NumberedItems, question_messages
 from environments.reasoning_gym_tasks import (
     Question,

@@ -36,7 +36,7 @@ from atroposlib.envs.graded import Attempt, group_of
 from atroposlib.errors import EnvironmentFailure, NoRoom, RolloutFailure, UsageError
 from atroposlib.inference.managed_client import ManagedTransport, managed_client
 from atroposlib.inference.sequence_tracker import SequenceNode
-from atroposlib.wire.groups import PROMPT_MASK, ScoredDataGroup
+from atroposlib.wire import PROMPT_MASK, ScoredDataGroup
 from environments.common import NumberedItems
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from atroposlib.utils.waiting import Patience
 from atroposlib.utils.whole_files import append_whole, cannot_write
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.keys import SERVICE_KEY, given_or_variable
-from atroposlib.wire.groups import PROMPT_MASK
+from atroposlib.wire import PROMPT_MASK
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from atroposlib.compat.tokenize_for_trainer import UNMASKED_ROLES, tokenize_for_trainer
 from atroposlib.utils.thinking import read_reasoning
-from atroposlib.wire.groups import ScoredDataGroup
+from atroposlib.wire import ScoredDataGroup
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from atroposlib.type_definitions import Message
 from atroposlib.utils.control_tokens import ControlTokens, render_messages
-from atroposlib.wire.groups import PROMPT_MASK
+from atroposlib.wire import PROMPT_MASK
 
 UNMASKED_ROLES = ["assistant", "agent"]
 

@@ -25,7 +25,7 @@ from atroposlib.errors import UsageError
 from atroposlib.inference.client import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
 from atroposlib.inference.server_manager import ServerManager
 from atroposlib.type_definitions import Item
-from atroposlib.wire.groups import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa: F401
+from atroposlib.wire import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa: F401
 
 # What is not used here is imported for environments, which find it here in the public SDK.
 

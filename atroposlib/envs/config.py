@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddress
-from atroposlib.wire.numbers import StrictNumbers
+from atroposlib.wire import StrictNumbers
 
 ENV_NAMESPACE = "env"
 OPENAI_NAMESPACE = "openai"

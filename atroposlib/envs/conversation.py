@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from atroposlib.inference.tool_calls import Call
 from atroposlib.utils.thinking import known_calls, read_reasoning
-from atroposlib.wire.numbers import plain_score
+from atroposlib.wire import plain_score
 
 Ending = Literal["done", "max_turns", "max_tokens", "answer_cut"]
 

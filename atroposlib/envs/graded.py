@@ -25,8 +25,7 @@ from atroposlib.envs.runner.state import label_of
 from atroposlib.inference.generation import Weights
 from atroposlib.inference.sequence_tracker import SequenceNode, sequence_fields
 from atroposlib.type_definitions import Item
-from atroposlib.wire.groups import ScoredDataGroup, teaches_nothing
-from atroposlib.wire.numbers import plain_score
+from atroposlib.wire import ScoredDataGroup, plain_score, teaches_nothing
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from atroposlib.inference.tool_calls import HermesFormat, ToolFormat
 from atroposlib.type_definitions import Item
 from atroposlib.utils.thinking import whole_response
 from atroposlib.utils.waiting import gather_or_cancel
-from atroposlib.wire.groups import ScoredDataGroup
+from atroposlib.wire import ScoredDataGroup
 
 __all__ = ["Conversation", "Grade", "MultiTurnConfig", "MultiTurnEnv", "Step", "Turn"]
 

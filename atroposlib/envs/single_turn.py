@@ -12,7 +12,7 @@ from atroposlib.envs.graded import Attempt, Grade, GradedEnv, group_of
 from atroposlib.inference.sequence_tracker import SequenceNode
 from atroposlib.type_definitions import Item, Message
 from atroposlib.utils.thinking import answer_part, whole_response
-from atroposlib.wire.groups import PROMPT_MASK, ScoredDataGroup
+from atroposlib.wire import PROMPT_MASK, ScoredDataGroup
 
 __all__ = ["Grade", "Response", "SingleTurnEnv", "as_response"]
 

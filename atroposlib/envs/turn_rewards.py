@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 from statistics import fmean, pstdev
 
-from atroposlib.wire.groups import PROMPT_MASK
+from atroposlib.wire import PROMPT_MASK
 
 SMALLEST_SPREAD = 1e-9
 """Below it, relative to the returns, differences are rounding."""

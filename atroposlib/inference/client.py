@@ -20,7 +20,7 @@ from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddresses
 from atroposlib.web.keys import given_or_variable
-from atroposlib.wire.numbers import StrictNumbers
+from atroposlib.wire import StrictNumbers
 
 __all__ = [
     "VALID_REASONING_EFFORTS",

@@ -12,8 +12,7 @@ from functools import cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from atroposlib.wire.groups import PROMPT_MASK
-from atroposlib.wire.sampling_parameters import CONSTRAINED, NEUTRAL
+from atroposlib.wire import CONSTRAINED, NEUTRAL, PROMPT_MASK
 
 logger = logging.getLogger(__name__)
 

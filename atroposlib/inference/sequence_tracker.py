@@ -25,7 +25,7 @@ from atroposlib.inference.sampling_record import SamplingSpan, continued, to_wir
 from atroposlib.inference.tokenizers import Continuation, encode_plain, encode_rendered
 from atroposlib.utils.control_tokens import behind, plain
 from atroposlib.utils.thinking import opened_by
-from atroposlib.wire.groups import PROMPT_LOGPROB, PROMPT_MASK
+from atroposlib.wire import PROMPT_LOGPROB, PROMPT_MASK
 
 
 class SequenceNode(BaseModel):

@@ -27,7 +27,7 @@ from atroposlib.inference.vllm_client import SGLangServer, VLLMServer
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.keys import SERVICE_KEY, all_settings
-from atroposlib.wire.numbers import StrictNumbers
+from atroposlib.wire import StrictNumbers
 
 __all__ = ["APIServer", "APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
 

@@ -27,18 +27,22 @@ from atroposlib.service.schemas import (
     refused,
     short,
 )
-from atroposlib.wire.groups import (
+from atroposlib.wire import (
+    CONSTRAINED,
     GROUP_FIELDS,
+    LARGEST_FLOAT32,
     LARGEST_ID,
+    LEAST_FLOAT32,
+    NEUTRAL,
     NUMBERS,
     PER_SEQUENCE,
     PER_TOKEN,
     PROMPT_MASK,
     REQUIRED,
     ScoredDataGroup,
+    path_beyond,
+    unstorable,
 )
-from atroposlib.wire.numbers import LARGEST_FLOAT32, LEAST_FLOAT32, path_beyond, unstorable
-from atroposlib.wire.sampling_parameters import CONSTRAINED, NEUTRAL
 
 logger = logging.getLogger(__name__)
 

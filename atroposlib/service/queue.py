@@ -65,7 +65,7 @@ from atroposlib.service.run_state import (
     WeightEpochs,
 )
 from atroposlib.service.scheduling import Replay, choose_multiple
-from atroposlib.wire.weight_lineage import TrainerSession, oldest
+from atroposlib.wire import TrainerSession, oldest
 
 MAX_ENVIRONMENTS = 1024
 """Registered environments, disconnected ones included."""

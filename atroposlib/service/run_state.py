@@ -20,7 +20,7 @@ from atroposlib.service.records import (
     Registration,
     ValidatedGroup,
 )
-from atroposlib.wire.weight_lineage import TrainerSession, begin_session, effective_version
+from atroposlib.wire import TrainerSession, begin_session, effective_version
 
 MAX_EPOCHS = 1024
 """Epochs that the service remembers of each kind. It forgets the oldest first."""

@@ -22,9 +22,7 @@ from pydantic import (
 
 from atroposlib.service.records import MAX_POSITIONS, MAX_SERVERS, Policy
 from atroposlib.web.addresses import MAX_ADDRESS_LENGTH, server_address
-from atroposlib.wire.groups import Key
-from atroposlib.wire.numbers import LARGEST_FLOAT32, SafeInt, Version, refuse_boolean
-from atroposlib.wire.weight_lineage import MAX_SESSIONS
+from atroposlib.wire import LARGEST_FLOAT32, MAX_SESSIONS, Key, SafeInt, Version, refuse_boolean
 
 MAX_REASON = 300
 """Characters of the reason for setting a batch aside."""

@@ -27,7 +27,7 @@ from atroposlib.service.schemas import (
 )
 from atroposlib.service.service import RolloutService
 from atroposlib.web.middleware import GZIP_FROM, accepts_gzip, compress
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 
 logger = logging.getLogger(__name__)
 

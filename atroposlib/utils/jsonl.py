@@ -24,7 +24,7 @@ import orjson
 
 from atroposlib.errors import EnvironmentFailure
 from atroposlib.utils.whole_files import KeptLines, cannot_write, write_whole
-from atroposlib.wire.numbers import unstorable
+from atroposlib.wire import unstorable
 
 logger = logging.getLogger(__name__)
 

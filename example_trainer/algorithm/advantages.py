@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from atroposlib.wire.numbers import scores_equal
+from atroposlib.wire import scores_equal
 from example_trainer.algorithm.functions import built_in, import_function, is_import, refusal, told
 from example_trainer.errors import ConfigError, NonFiniteError
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atroposlib.wire.weight_lineage import TrainerSession, effective_version
+from atroposlib.wire import TrainerSession, effective_version
 
 
 def version_on_line(

@@ -13,7 +13,7 @@ import math
 import re
 from typing import Any
 
-from atroposlib.wire.numbers import LARGEST_INTEGER, LEAST_INTEGER
+from atroposlib.wire import LARGEST_INTEGER, LEAST_INTEGER
 
 _LONGEST_INTEGER = len(str(LARGEST_INTEGER))
 _BATCH_ID = re.compile(rb'(?<!\\)"batch_id"\s*:\s*(\d{1,16})\b')

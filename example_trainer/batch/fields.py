@@ -1,4 +1,4 @@
-"""Readers of a group's fields, which `atroposlib.wire.groups.ScoredDataGroup` lists, and the writer
+"""Readers of a group's fields, which `atroposlib.wire.ScoredDataGroup` lists, and the writer
 of a row. Pure: no I/O, no state.
 """
 
@@ -11,8 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.wire.groups import GROUP_FIELDS, PROMPT_LOGPROB, NullWhereUnknown
-from atroposlib.wire.numbers import LARGEST_SCORE, first_beyond
+from atroposlib.wire import (
+    GROUP_FIELDS,
+    LARGEST_SCORE,
+    PROMPT_LOGPROB,
+    NullWhereUnknown,
+    first_beyond,
+)
 from example_trainer.batch.group_error import GroupError
 from example_trainer.batch.token_fields import TOKEN_FIELDS
 

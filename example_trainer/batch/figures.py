@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.environment_names import safe_names
 from example_trainer.batch.groups import Batch, TrainedSequence

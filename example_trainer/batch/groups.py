@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.algorithm.advantages import Advantages, find_advantages
 from example_trainer.batch import fields
 from example_trainer.batch.ages import age

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.api_keys import revealed
 from example_trainer.batch.client import RolloutClient, TrainedBatch
 from example_trainer.batch.figures import BatchFigures

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.distillation import untaught_share
 from example_trainer.batch.bins import PackedBin

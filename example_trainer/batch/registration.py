@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.wire.weight_lineage import MAX_SESSIONS, TrainerSession
+from atroposlib.wire import MAX_SESSIONS, TrainerSession
 from example_trainer.config import TrainerConfig
 
 

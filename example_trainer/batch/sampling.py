@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.wire.sampling_parameters import CONSTRAINED, NEUTRAL
+from atroposlib.wire import CONSTRAINED, NEUTRAL
 from example_trainer.batch.group_error import GroupError
 
 IDLE = {**NEUTRAL, CONSTRAINED: (0.0,)}

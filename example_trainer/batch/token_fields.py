@@ -3,7 +3,7 @@
 `TOKEN_FIELDS` lists them once. Sequences, bins and the messages between ranks carry whatever is in
 it, so a new field is one line here. If a group brings the field along as one number for each token,
 `wire` names it and the group reader fills it in; the field's own line in
-`atroposlib.wire.groups.ScoredDataGroup` describes it for environments and the service.
+`atroposlib.wire.ScoredDataGroup` describes it for environments and the service.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from atroposlib.wire.numbers import StrictNumbers
+from atroposlib.wire import StrictNumbers
 
 
 class Section(StrictNumbers):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from atroposlib.wire.groups import PROMPT_LOGPROB
+from atroposlib.wire import PROMPT_LOGPROB
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.fields import wire_row

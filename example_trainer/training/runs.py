@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.utils.whole_files import cannot_write, write_whole
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.turn_rewards import sampled_runs
-from atroposlib.wire.groups import PROMPT_MASK
+from atroposlib.wire import PROMPT_MASK
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.launcher import roles
 from tests.conftest import ROOT, Processes

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer import process
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.child_processes.ports import PortReservations

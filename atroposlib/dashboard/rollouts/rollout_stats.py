@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Base64Bytes, BaseModel, NonNegativeInt, Strict
 
-from atroposlib.wire.groups import PROMPT_MASK
+from atroposlib.wire import PROMPT_MASK
 
 Floats = npt.NDArray[np.float32]
 UNKNOWN_VERSION = -1

@@ -23,7 +23,7 @@ from atroposlib.dashboard.rollouts.rollout_stats import (
     versions_of,
 )
 from atroposlib.dashboard.rollouts.text import MAX_TOKENS_OF_PIECE, TextOfTokens, messages_of
-from atroposlib.wire.groups import PROMPT_MASK
+from atroposlib.wire import PROMPT_MASK
 
 T = TypeVar("T", list[Any], dict[str, Any])
 MAX_CALL = 200

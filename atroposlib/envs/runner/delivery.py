@@ -14,7 +14,7 @@ from atroposlib.service_client import RejectedByService
 from atroposlib.type_definitions import Item
 from atroposlib.utils.jsonl import encode, unencodable_fields
 from atroposlib.utils.waiting import gather_or_cancel
-from atroposlib.wire.groups import (
+from atroposlib.wire import (
     PROMPT_MASK,
     response_lengths,
     teaches_nothing,

@@ -31,7 +31,7 @@ from atroposlib.utils.metrics import display_metrics_table, get_std_min_max_avg
 from atroposlib.utils.wandb_login import offline_mode
 from atroposlib.utils.whole_files import KeptLines
 from atroposlib.web.keys import open_settings
-from atroposlib.wire.numbers import LARGEST_FLOAT32
+from atroposlib.wire import LARGEST_FLOAT32
 
 logger = logging.getLogger(__name__)
 

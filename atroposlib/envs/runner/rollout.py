@@ -17,7 +17,7 @@ from atroposlib.inference.client import APIServer
 from atroposlib.inference.generation import VersionRecord, current_versions, weight_fields
 from atroposlib.type_definitions import Item
 from atroposlib.utils.waiting import gather_or_cancel
-from atroposlib.wire.groups import group_from_items
+from atroposlib.wire import group_from_items
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.runner.exact_resume import ItemPosition
 from atroposlib.type_definitions import Item
 from atroposlib.utils.jsonl import JsonLinesWriter
-from atroposlib.wire.groups import DropCounter
+from atroposlib.wire import DropCounter
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv as Author

@@ -15,7 +15,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.curriculum import Curriculum, Difficulty, chance, item_key
 from atroposlib.envs.graded import Attempt, GradedEnv
 from atroposlib.errors import EnvironmentFailure, UsageError
-from atroposlib.wire.groups import ScoredDataGroup
+from atroposlib.wire import ScoredDataGroup
 from tests.atroposlib.envs.scripted_env import ScriptedEnv
 
 SHARE = st.floats(0, 1)

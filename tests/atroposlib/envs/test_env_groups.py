@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.utils.jsonl import encode
-from atroposlib.wire.groups import (
+from atroposlib.wire import (
     group_from_items,
     response_lengths,
+    scores_equal,
     teaches_nothing,
     with_plain_numbers,
     wrong_shape,
 )
-from atroposlib.wire.numbers import scores_equal
 
 
 def item(length: int = 4, **more: Any) -> dict[str, Any]:

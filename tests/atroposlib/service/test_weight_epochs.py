@@ -22,7 +22,7 @@ from atroposlib.service.run_state import MAX_EPOCHS, WeightEpochs
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import MemoryStore
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 
 from .test_queue import registration
 

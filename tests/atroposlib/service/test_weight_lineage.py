@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Group, ValidatedGroup
-from atroposlib.wire.weight_lineage import (
+from atroposlib.wire import (
     MAX_SESSIONS,
     TrainerSession,
     begin_session,

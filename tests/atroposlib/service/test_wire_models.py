@@ -9,7 +9,7 @@ import pytest
 
 from atroposlib.service.group_schema import RETURNED, _warn_of_another_field, read_groups
 from atroposlib.service.schemas import InvalidRequestError, RegisterEnv, RegisterTrainer, read
-from atroposlib.wire.groups import PER_SEQUENCE, REQUIRED
+from atroposlib.wire import PER_SEQUENCE, REQUIRED
 from tests.atroposlib.service.conftest import environment, group
 
 NAN, INF = float("nan"), float("inf")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from atroposlib.utils.yaml_files import YamlError, load_yaml, read_yaml, underscored
-from atroposlib.wire.numbers import refuse_boolean
+from atroposlib.wire import refuse_boolean
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from atroposlib.service.group_schema import read_groups
 from atroposlib.service.schemas import InvalidRequestError
-from atroposlib.wire.groups import wrong_shape
-from atroposlib.wire.numbers import LARGEST_SCORE
+from atroposlib.wire import LARGEST_SCORE, wrong_shape
 from example_trainer.batch.damaged_answers import UnreadableGroup, salvage
 from example_trainer.batch.groups import Rules, parse_batch
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.batch.groups import NOT_TRAINED, Batch, Rules, parse_batch
 from example_trainer.batch.lengths import LengthRules

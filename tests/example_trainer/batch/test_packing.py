@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.figures import figures_of
 from example_trainer.batch.groups import Batch, TrainedSequence

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.batch import prefetch
 from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
 from example_trainer.batch.prefetch import Batches, Upkeep

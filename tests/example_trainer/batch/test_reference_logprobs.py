@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atroposlib.wire.groups import PROMPT_LOGPROB
+from atroposlib.wire import PROMPT_LOGPROB
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.fields import wire_row
 from example_trainer.batch.groups import Batch, Rules, parse_batch

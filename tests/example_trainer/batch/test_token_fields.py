@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from atroposlib.wire.groups import PER_TOKEN
+from atroposlib.wire import PER_TOKEN
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch, parse_batch
 from example_trainer.batch.packing import empty_bin, pack_batch

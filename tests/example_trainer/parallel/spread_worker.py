@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.head import chosen_logprobs_of

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.models import safetensors_writer
 from example_trainer.training import checkpoints as checkpointing
 from example_trainer.training.checkpoints import Checkpoints

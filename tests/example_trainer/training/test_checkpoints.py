@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.errors import CheckpointError
 from example_trainer.models import load_model
 from example_trainer.training import checkpoints as checkpointing

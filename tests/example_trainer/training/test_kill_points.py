@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.batch.client import RolloutClient
 from example_trainer.errors import RolloutServiceError
 from example_trainer.weight_bridge.base import NoBridge

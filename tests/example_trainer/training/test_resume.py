@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import TrainerSession
+from atroposlib.wire import TrainerSession
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.resume import Start, agreed_start, choose_start

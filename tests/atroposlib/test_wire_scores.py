@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.wire.numbers import SCORE_TOLERANCE, plain_score, scores_equal
+from atroposlib.wire import SCORE_TOLERANCE, plain_score, scores_equal
 
 parts = st.lists(st.integers(0, 100).map(lambda n: n / 100), min_size=1, max_size=6)
 

@@ -7,7 +7,7 @@ import pytest
 
 from atroposlib.service.group_schema import RETURNED, read_groups
 from atroposlib.service.schemas import InvalidRequestError
-from atroposlib.wire.groups import (
+from atroposlib.wire import (
     GROUP_FIELDS,
     NUMBERS,
     PER_SEQUENCE,
