@@ -86,7 +86,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "128 MiB; bodies up to 64 KiB never wait": "SMALL_BUDGET and TINY_BODY in atroposlib/web/middleware.py",
         "20 × `--max-body-bytes` + 256 MiB": "MEMORY_PER_BYTE and MEMORY_BESIDES in atroposlib/service/group_reader.py",
         "of more than 1 MiB in work at the managed-server proxy | 256 MiB": "MAX_BODIES in atroposlib/inference/proxy.py",
-        "64 MiB for each file": "MAX_KEPT_BYTES in atroposlib/utils/whole_files.py",
+        "64 MiB for each file": "MAX_KEPT_BYTES in atroposlib/utils/files.py",
         "1 MiB for each file": "MAX_WAITING_BYTES in atroposlib/dashboard/live/snapshots.py",
         "64 MiB, and 16 MiB more that no post may use up": "RESERVE_BYTES and SLACK_BYTES in atroposlib/service",
         "body of a request without the key, such as a sign-in | 64 KiB": "TINY_BODY in atroposlib/web/middleware.py",

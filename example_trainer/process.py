@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from atroposlib.utils.files import disk_refusal
 from atroposlib.utils.log_lines import LogLines
-from atroposlib.utils.parent_death import end_with_parent
-from atroposlib.utils.whole_files import disk_refusal
+from atroposlib.utils.processes import end_with_parent
 from example_trainer.errors import ConfigError, TrainerError
 from example_trainer.prerequisites import missing_package
 

@@ -27,7 +27,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.utils.log_lines import BoundedLines
-from atroposlib.utils.parent_death import end_forked_with_parent, end_with_parent
+from atroposlib.utils.processes import end_forked_with_parent, end_with_parent
 from atroposlib.web.bounded_protocol import bounded_protocol
 from atroposlib.web.connections import SERVER_KEEPS_SECONDS, connections_allowed
 from vllm_patching.compat.torchao_logs import quiet_torchao

@@ -23,9 +23,9 @@ from pydantic import BaseModel, Field, model_validator
 from atroposlib.command_line import AtLeastOne
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable, UsageError
 from atroposlib.service_client import BlockingServiceClient, RejectedByService
+from atroposlib.utils.files import append_whole, cannot_write
 from atroposlib.utils.log_lines import LogLines
 from atroposlib.utils.waiting import Patience
-from atroposlib.utils.whole_files import append_whole, cannot_write
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.keys import SERVICE_KEY, given_or_variable
 from atroposlib.wire import PROMPT_MASK

@@ -38,10 +38,9 @@ from atroposlib.service.records import Limits
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore, set_aside
 from atroposlib.service.store import MemoryStore, Store, StoreError
+from atroposlib.utils.files import use_private_files
 from atroposlib.utils.log_lines import log_to_stderr
-from atroposlib.utils.private_files import use_private_files
 from atroposlib.utils.processes import port_user
-from atroposlib.web.access import Access
 from atroposlib.web.addresses import ListeningHost, ServerAddress
 from atroposlib.web.bounded_protocol import StoppingServer, bounded_protocol
 from atroposlib.web.connections import (
@@ -51,7 +50,7 @@ from atroposlib.web.connections import (
     connections_allowed,
 )
 from atroposlib.web.keys import VLLM_KEY
-from atroposlib.web.middleware import RequestLimits
+from atroposlib.web.middleware import Access, RequestLimits
 
 logger = logging.getLogger("atroposlib.cli.run_api")
 

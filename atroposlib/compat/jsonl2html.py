@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from atroposlib.envs.runner.state import as_list
-from atroposlib.utils.whole_files import disk_refusal, write_whole
+from atroposlib.utils.files import disk_refusal, write_whole
 
 logger = logging.getLogger(__name__)
 

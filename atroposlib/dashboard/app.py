@@ -22,7 +22,7 @@ from atroposlib.dashboard.rollouts.archive import ArchiveError, NoSuchError
 from atroposlib.dashboard.run_folders.catalogue import UnknownRunError
 from atroposlib.dashboard.web.auth import PREFIX, SIGN_IN, PageAuthMiddleware, safe_next
 from atroposlib.dashboard.web.data_routes import DATA_ROUTES, number_in_path
-from atroposlib.web.refusal import HTTPRefusal
+from atroposlib.web.middleware import HTTPRefusal
 
 REFUSALS = {UnknownRunError: 404, NoSuchError: 404, ArchiveError: 503}
 """Error of the layers below -> status of the answer."""

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import EnvironmentFailure
+from atroposlib.utils.files import KeptLines
 from atroposlib.utils.jsonl import Row, encode_repaired, open_kept_lines, rows_of_lines
-from atroposlib.utils.whole_files import KeptLines
 
 logger = logging.getLogger(__name__)
 

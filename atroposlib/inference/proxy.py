@@ -27,13 +27,18 @@ from atroposlib.inference.pool import describe
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.utils.log_lines import log_to_stderr
-from atroposlib.web.access import READ_ONLY_PATHS, Access
 from atroposlib.web.addresses import HttpAddresses, ListeningHost
 from atroposlib.web.bounded_protocol import bounded_protocol
 from atroposlib.web.connections import connections_allowed
 from atroposlib.web.keys import PROXY_KEY, VLLM_KEY, given_or_variable
-from atroposlib.web.middleware import RequestLimits, RequestLimitsMiddleware
-from atroposlib.web.refusal import HTTPRefusal, openai_answer
+from atroposlib.web.middleware import (
+    READ_ONLY_PATHS,
+    Access,
+    HTTPRefusal,
+    RequestLimits,
+    RequestLimitsMiddleware,
+    openai_answer,
+)
 
 logger = logging.getLogger("atroposlib.inference.proxy")
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from atroposlib.errors import EnvironmentFailure
-from atroposlib.utils.whole_files import KeptLines, cannot_write, write_whole
+from atroposlib.utils.files import KeptLines, cannot_write, write_whole
 from atroposlib.wire import unstorable
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from atroposlib.utils.parent_death import end_with_parent
+from atroposlib.utils.processes import end_with_parent
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from atroposlib.utils.whole_files import DISK_REFUSALS
+from atroposlib.utils.files import DISK_REFUSALS
 
 MAX_LINES, LINES_SECONDS = 100, 10.0
 """Lines of one statement of the code within so many seconds."""

@@ -6,22 +6,251 @@ environments run in an event loop, often with threads. The comparison therefore 
 process: there the alarm works, and a child that hangs all the same is killed and replaced.
 
 No answer makes a comparison raise: an answer that cannot be read or compared is not equal.
+
+The first half gives one spelling to answers that mean the same: units, currencies, typographic
+characters. Every rule keeps the meaning. What is left is LaTeX for math_verify, whose own removal of
+units is not used: it takes the variable of `3m` or of `x^2+3t` for a unit.
 """
+
+from __future__ import annotations
 
 import logging
 import re
 from decimal import Decimal
 
-from atroposlib.utils.answer_spelling import (
-    choice,
-    is_text,
-    plain_number,
-    spelled,
-    time_of_day,
-    with_base,
-    words_of,
-)
 from atroposlib.utils.killable import ChildDied, KillableCalls
+
+_CHARACTERS = str.maketrans(
+    dict.fromkeys("\u00a0\u2002\u2003\u2007\u2008\u2009\u200a\u202f\u3000", " ")
+    | dict.fromkeys("\u200b\u2060\ufeff", "")
+    | {
+        "−": "-",
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "∞": r"\infty ",
+        "π": r"\pi ",
+        "±": r"\pm ",
+    }
+    | {
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∅": r"\emptyset ",
+        "∈": r"\in ",
+        "°": r"^\circ ",
+        "⁄": "/",
+        "⟨": "(",
+        "⟩": ")",
+    }
+    | {
+        "½": r"\frac{1}{2}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+        "⅓": r"\frac{1}{3}",
+        "⅔": r"\frac{2}{3}",
+    }
+    | {"²": "^{2}", "³": "^{3}", "⁴": "^{4}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta "}
+)
+_TEXT_COMMAND = (
+    r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol)"
+)
+_WHOLE_TEXT = re.compile(rf"{_TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
+_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"√\s*", r"\\sqrt"),
+        (r"\\sqrt\s*(\[[^\[\]]*\])\s*([A-Za-z0-9])", r"\\sqrt\1{\2}"),
+        (r"(?<=\d)\\,(?=\d{3}(?!\d))", " "),
+        (r"(?<!\\)\\[ ,:;]|~(?!=)|\\q?quad(?![A-Za-z])", " "),
+        (r"\\[hv]space\*?\s*\{[^{}]*\}", " "),
+        (r"\\+$", ""),
+        (r"(?<=\d)\s*\^\s*\{?\s*\\(?:text|mathrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?", ""),
+        (r"((?<!1)1(?=st)|(?<!1)2(?=nd)|(?<!1)3(?=rd)|\d(?=th))(?:st|nd|rd|th)(?![A-Za-z])", r"\1"),
+        (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?)0*(\d+)(?![\w.])", r"\1\\times 10^{\2\3}"),
+        (r"\\degree(?![A-Za-z])", r"^\\circ "),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"[€£¥₹]|\\?\$|\\(?:textdollar|texteuro|euro|pounds)(?![A-Za-z])", ""),
+        (r"(?:\\text\s*\{\s*|\b)per\s?cent\s*\}?\s*$", r"\\%"),
+        (
+            r"(\^\s*\{?\s*\\circ\s*\}?)\s*(?:\\(?:text|mathrm)\s*\{\s*[CFK]\s*\}|[CF])(?![A-Za-z])",
+            r"\1",
+        ),
+        (r"(?<![\d.}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    )
+)
+_WRAPPERS = tuple(
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"\*\*((?:(?!\*\*).)+)\*\*",
+        r"`+([^`]+)`+",
+        r"\$\$?([^$]+)\$\$?",
+        r"\\\[((?:(?!\\\[).)+)\\\]",
+        r"\\\(((?:(?!\\\().)+)\\\)",
+        r"(?:\\approx|≈|=)\s*(.+)",
+        r"\\displaystyle(?![A-Za-z])\s*(.+)",
+        r"(.+?)(?:\s*(?<!\\)[;,:]|(?<!\.)\.)",
+    )
+)
+_GROUPED = re.compile(r"([+-]?\d{1,3})((?:,\d{3})+)(?=(?:\.\d+)?\s*\\?%)")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(
+    rf"(?<=\d)(?:\s+|\s*\\text\s*\{{\s*)({'|'.join(_SCALES)})(?![A-Za-z])(?:\s*\}}|([^{{}}]*))?(?:\}}|$)"
+)
+_SCIENTIFIC = re.compile(
+    r"([+-]?)\s*(?:([\d.,]+)\s*(?:\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|\*|[xX])\s*)?10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|([+-]?\d{1,3}))"
+)
+_DEGREES = re.compile(r"(?<=\d)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})$")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{\s*(\d+)\s*\}")
+_UNIT_AS_TEXT = re.compile(
+    rf"\s*(?:(?:{_TEXT_COMMAND}\s*\{{(?P<words>[^{{}}\d]*)\}}|\\(?:cdot|per)(?![A-Za-z]))(?:\s*\^\s*\{{?-?\d\}}?)?[\s/.]*)+"
+    r"(?=[,;)\]]|\\\}|$)"
+)
+_SHORT_UNITS = r"cm|mm|km|kg|mg|ml|mL|lb|oz|ft|yd|mi|hr|in|m/s|km/h|[AaPp]\.?[Mm]"
+# The alternatives exclude each other: if two of them could match one word, a search would take
+# exponential time.
+_WORD = rf"(?:{_SHORT_UNITS}|[A-Za-z]{{3,}})(?![A-Za-z])"
+_UNIT_AS_WORDS = re.compile(
+    rf"(?<=[\d}})])(?:\s+(?P<words>(?:sq|cu|{_WORD})(?:[ /]+(?:a|an|of|{_WORD}))*)|(?P<short>cm|mm|km|kg|mph))"
+    r"(?:\s*\^\s*\{?[23]\}?)?\.?\s*(?=[,;)\]]|\\\}|$)"
+)
+_LETTERS = re.compile(r"[A-Za-z]+")
+_NO_UNITS = frozenset(
+    # Words that join, condition or scale what stands before them, and names of functions and
+    # variables.
+    """
+    or and if when for mod but not where with plus minus times over remainder otherwise each until
+    unless hundred thousand million billion trillion dozen half sin cos tan cot sec csc log exp
+    sqrt gcd lcm det inf infty alpha beta gamma delta theta lambda sigma phi psi omega rho tau
+    """.split()  # noqa: SIM905
+)
+_TIME_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.?\s?m\b\.?[\s}]*$", re.IGNORECASE)
+_WITH_BASE = re.compile(r"([0-9A-Fa-f]+)\s*_\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_CHOICE = re.compile(
+    rf"(?:{_TEXT_COMMAND}\s*\{{\s*)?(?:\(([A-J])\)|([A-J])[).:])\s*(\}}?)\s*(.*)", re.DOTALL
+)
+_LONE_CHOICE = re.compile(r"[A-J]")
+_CAPITALISED = re.compile(r"[A-Z][a-z]{2,}")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
+
+
+def spelled(text: str) -> str:
+    r"""Return an answer in one spelling.
+
+    >>> spelled(r"18\ \text{dollars}"), spelled("3 1/2 cups"), spelled("x^2+3t"), spelled(r"**90°**")
+    ('18', '3\\frac{1}{2}', 'x^2+3t', '90^\\circ')
+    """
+    text = _unwrapped(text.translate(_CHARACTERS))
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = _SCALED.sub(_scale, text)
+    text = _without_units(_unwrapped(_REPEATING.sub(_fraction, text)))
+    if grouped := _GROUPED.match(text):
+        text = grouped[1] + grouped[2].replace(",", "") + text[grouped.end() :]
+    return _unwrapped(text)
+
+
+def plain_number(text: str) -> str:
+    r"""Return a number in scientific notation, or of degrees, without LaTeX; any other text unchanged.
+
+    >>> plain_number(r"1.6\times 10^{-19}"), plain_number("10^5"), plain_number("x")
+    ('1.6e-19', '1e5', 'x')
+    """
+    if text.endswith(("\\circ", "}")):
+        text = _DEGREES.sub("", text)
+    match = _SCIENTIFIC.fullmatch(text)
+    if match is None:
+        return text
+    return f"{match[1]}{match[2] or 1}e{match[3] or match[4]}"
+
+
+def time_of_day(text: str) -> str | None:
+    """Return `a` or `p` for an answer that ends with AM or PM."""
+    match = _TIME_OF_DAY.search(text)
+    return match[1].lower() if match and re.search(r"\d", text) else None
+
+
+def with_base(text: str) -> tuple[str, str] | None:
+    r"""Return digits and base of a number such as `101_2` or `2516_{8}`; None for everything else."""
+    match = _WITH_BASE.fullmatch(text)
+    return (match[1].lstrip("0").lower(), match[2] or match[3]) if match else None
+
+
+def choice(text: str) -> tuple[str, str] | None:
+    r"""Return letter and content of a labelled choice: `(B)`, `B. 12`, `\textbf{(B)}\ 12`, or a letter alone.
+
+    >>> choice(r"\textbf{(B)} 12"), choice("B"), choice("B + 1")
+    (('B', '12'), ('B', ''), None)
+    """
+    if _LONE_CHOICE.fullmatch(text):
+        return text, ""
+    match = _CHOICE.fullmatch(text)
+    if match is None:
+        return None
+    content = match[4]
+    if text.startswith("\\") and not match[3]:
+        content = content.removesuffix("}")
+    return match[1] or match[2], content.strip()
+
+
+def words_of(text: str) -> str | None:
+    r"""Return the words of an answer that is nothing but words, in lower case: `\text{No solution}`."""
+    if whole := _WHOLE_TEXT.fullmatch(text):
+        text = whole[1]
+    return " ".join(text.lower().split()) if _WORDS.fullmatch(text.strip()) else None
+
+
+def is_text(text: str) -> bool:
+    r"""Return True if a whole answer is one `\text{…}` or one capitalised word: its letters are no variables."""
+    return (_WHOLE_TEXT.fullmatch(text) or _CAPITALISED.fullmatch(text)) is not None
+
+
+def _unwrapped(text: str) -> str:
+    """Remove what stands around an answer: emphasis, delimiters of mathematics, punctuation behind
+    it.
+    """
+    text = text.strip()
+    while True:
+        before = text
+        for wrapper in _WRAPPERS:
+            if match := wrapper.fullmatch(text):
+                text = match[1].strip()
+        if (whole := _WHOLE_TEXT.fullmatch(text)) and re.search(r"\d", whole[1]):
+            text = whole[1].strip()
+        if text == before:
+            return text
+
+
+def _without_units(text: str) -> str:
+    text = _UNIT_AS_TEXT.sub(_unless_joining, text)
+    text = _UNIT_AS_WORDS.sub(_unless_joining, text)
+    return text.strip()
+
+
+def _unless_joining(unit: re.Match[str]) -> str:
+    """Return nothing in place of a unit. Words that are not a unit, or that stand alone, stay."""
+    words = {word.lower() for word in _LETTERS.findall(re.sub(_TEXT_COMMAND, "", unit[0]))}
+    before = unit.string[: unit.start()].rstrip()
+    if not before or before[-1] in ",;([{" or words & _NO_UNITS:
+        return unit[0]
+    return ""
+
+
+def _scale(number: re.Match[str]) -> str:
+    """Return a word such as million as a power of ten. A unit behind the word stays."""
+    unit = (number[2] or "").strip()
+    return rf"\times 10^{{{_SCALES[number[1]]}}}" + (rf"\text{{ {unit}}}" if unit else "")
+
+
+def _fraction(number: re.Match[str]) -> str:
+    """Return a repeating decimal, such as `0.1` and a 6 under a bar, as a fraction."""
+    whole, once, again = number[1] or "0", number[2], number[3]
+    nines = int("9" * len(again) + "0" * len(once))
+    above = int(whole + once + again) - int(whole + once)
+    return rf"\frac{{{above}}}{{{nines}}}"
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from atroposlib.utils.whole_files import disk_refusal
+from atroposlib.utils.files import disk_refusal
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import logging
 import os
 from pathlib import Path
 
-from atroposlib.utils.whole_files import KeptLines
+from atroposlib.utils.files import KeptLines
 from example_trainer.batch.environment_names import safe_name
 from example_trainer.batch.evaluations import Evaluation
 

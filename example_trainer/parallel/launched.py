@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from atroposlib.utils.parent_death import end_with_parent
+from atroposlib.utils.processes import end_with_parent
 
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
 """Names the launcher's process id to the processes that it starts."""

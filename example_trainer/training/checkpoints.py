@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from atroposlib.utils.whole_files import DISK_REFUSALS, write_whole
+from atroposlib.utils.files import DISK_REFUSALS, write_whole
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder
 from example_trainer.models.hf_checkpoint import companions, write_checkpoint

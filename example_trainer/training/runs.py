@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atroposlib.utils.whole_files import cannot_write, write_whole
+from atroposlib.utils.files import cannot_write, write_whole
 from atroposlib.wire import TrainerSession
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.errors import CheckpointError

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from atroposlib.utils.whole_files import cannot_write
+from atroposlib.utils.files import cannot_write
 from example_trainer.errors import BridgeError
 from example_trainer.models import Decoder
 from example_trainer.models.lora.peft_format import AdapterWriter, WrittenAdapter

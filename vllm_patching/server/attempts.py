@@ -1,6 +1,6 @@
 """Limit on wrong keys in requests, by address. Pure, but for a clock that is passed in.
 
-The rollout service has the same limit (`atroposlib/web/access.py`), and may not be imported here. A
+The rollout service has the same limit (`atroposlib/web/middleware.py`), and may not be imported here. A
 test compares both.
 """
 

@@ -2,7 +2,7 @@
 
 Browsers set `Origin` and `Sec-Fetch-*` themselves, and no page can change them. Programs such as
 curl, aiohttp and requests send none of these headers, so the rules here do not affect them. The
-rollout service has the same rules (atroposlib/web/access.py): neither package may import the other,
+rollout service has the same rules (atroposlib/web/middleware.py): neither package may import the other,
 and a test compares the two.
 """
 

@@ -23,7 +23,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.web.bounded_protocol import abort_connection
+from atroposlib.web.middleware import abort_connection
 
 logger = logging.getLogger(__name__)
 

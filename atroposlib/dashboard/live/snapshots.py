@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from atroposlib.dashboard.run_folders.folder import OBSERVED, read_object
-from atroposlib.utils.whole_files import append_whole, cannot_write, ends_whole, write_whole
+from atroposlib.utils.files import append_whole, cannot_write, ends_whole, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from atroposlib.dashboard.rollouts.archive import (
 )
 from atroposlib.dashboard.rollouts.rollout_stats import TrainerReport
 from atroposlib.dashboard.rollouts.text import tokenizer_content
-from atroposlib.utils.whole_files import disk_refusal
-from atroposlib.web.refusal import fault_of
+from atroposlib.utils.files import disk_refusal
+from atroposlib.web.middleware import fault_of
 
 logger = logging.getLogger(__name__)
 

@@ -31,19 +31,19 @@ from starlette.requests import cookie_parser
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atroposlib.utils.whole_files import cannot_write, write_whole
-from atroposlib.web.access import (
+from atroposlib.utils.files import cannot_write, write_whole
+from atroposlib.web.middleware import (
     SAFE_METHODS,
     Attempts,
     BrowserHeaders,
+    StatusRecorder,
     bearer_token,
+    fault_of,
     host_name,
     is_loopback,
     is_same_key,
+    prove_connection,
 )
-from atroposlib.web.bounded_protocol import prove_connection
-from atroposlib.web.middleware import StatusRecorder
-from atroposlib.web.refusal import fault_of
 
 logger = logging.getLogger(__name__)
 

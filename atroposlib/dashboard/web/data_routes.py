@@ -38,7 +38,7 @@ from atroposlib.dashboard.run_folders.columns import MAX_POINTS, MIN_POINTS, Ser
 from atroposlib.dashboard.run_folders.folder import RunFiles, modified, read_object
 from atroposlib.dashboard.run_folders.run import Run
 from atroposlib.dashboard.web.auth import API
-from atroposlib.web.refusal import HTTPRefusal
+from atroposlib.web.middleware import HTTPRefusal
 
 logger = logging.getLogger(__name__)
 

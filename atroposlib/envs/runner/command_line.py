@@ -30,9 +30,9 @@ from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.fleet_follower import FleetFollower
 from atroposlib.inference.pool import describe
 from atroposlib.inference.server_manager import APIServerConfig
+from atroposlib.utils.files import disk_refusal
 from atroposlib.utils.jsonl import replace_file
 from atroposlib.utils.log_lines import LogLines
-from atroposlib.utils.whole_files import disk_refusal
 from atroposlib.web.addresses import proxy_trouble
 from atroposlib.web.keys import SERVICE_KEY, given_or_variable, open_settings
 

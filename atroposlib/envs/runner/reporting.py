@@ -21,6 +21,7 @@ from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.inference.client import MODEL_NOT_NAMED
 from atroposlib.inference.generation import VersionRecord, current_versions
 from atroposlib.service_client import RejectedByService
+from atroposlib.utils.files import KeptLines
 from atroposlib.utils.jsonl import (
     encode_repaired,
     open_kept_lines,
@@ -29,7 +30,6 @@ from atroposlib.utils.jsonl import (
 )
 from atroposlib.utils.metrics import display_metrics_table, get_std_min_max_avg
 from atroposlib.utils.wandb_login import offline_mode
-from atroposlib.utils.whole_files import KeptLines
 from atroposlib.web.keys import open_settings
 from atroposlib.wire import LARGEST_FLOAT32
 

@@ -20,9 +20,7 @@ from atroposlib.inference.proxy import (
     main,
 )
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
-from atroposlib.web.access import Access
-from atroposlib.web.middleware import RequestLimitsMiddleware
-from atroposlib.web.refusal import HTTPRefusal, openai_answer
+from atroposlib.web.middleware import Access, HTTPRefusal, RequestLimitsMiddleware, openai_answer
 from tests.atroposlib.envs.env_stack import OFFLINE
 
 ASK: Any = [{"role": "user", "content": "What is 40 plus 2?"}]

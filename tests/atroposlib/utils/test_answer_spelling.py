@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.answer_spelling import choice, spelled
-from atroposlib.utils.math_scoring import compare_plainly, number_in
+from atroposlib.utils.math_scoring import choice, compare_plainly, number_in, spelled
 
 numbers = st.integers(-(10**9), 10**9) | st.decimals(-1000, 1000, places=2)
 unit_words = [

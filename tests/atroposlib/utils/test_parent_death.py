@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 START = f"""
 import multiprocessing, os, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
-from atroposlib.utils import parent_death
-from atroposlib.utils.parent_death import end_forked_with_parent, end_with_parent
+from atroposlib.utils import processes
+from atroposlib.utils.processes import end_forked_with_parent, end_with_parent
 
 def report(name):
     print(name, os.getpid(), flush=True)
@@ -56,7 +56,7 @@ if __name__ == "__main__":
 """,
     "only watched": """
 if __name__ == "__main__":
-    parent_death._created_by_main_thread = lambda parent: False  # as with a kernel that does not list children by thread
+    processes._created_by_main_thread = lambda parent: False  # as with a kernel that does not list children by thread
     end_forked_with_parent()
     multiprocessing.get_context("fork").Process(target=wait).start()
     time.sleep(600)
@@ -118,7 +118,7 @@ if __name__ == "__main__":
     creator = threading.Thread(target=start)
     creator.start()
     creator.join()
-    time.sleep(3 * parent_death.WATCH_SECONDS)  # several checks of the parent, which still runs
+    time.sleep(3 * processes.WATCH_SECONDS)  # several checks of the parent, which still runs
     report("parent")
     time.sleep(600)
 """

@@ -18,8 +18,7 @@ import requests
 from starlette.datastructures import Headers
 
 from atroposlib.cli.run_api import parse_arguments
-from atroposlib.web.access import Access
-from atroposlib.web.refusal import HTTPRefusal
+from atroposlib.web.middleware import Access, HTTPRefusal
 from tests.atroposlib.cli.test_run_api import run
 from tests.atroposlib.service.conftest import Service, group
 

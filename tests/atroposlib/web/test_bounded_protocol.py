@@ -17,7 +17,8 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from atroposlib.web import bounded_protocol as protocol
-from atroposlib.web.bounded_protocol import bounded_protocol, prove_connection
+from atroposlib.web.bounded_protocol import bounded_protocol
+from atroposlib.web.middleware import prove_connection
 
 LONG = 16 << 20
 """Bytes: more than the system holds of a connection."""

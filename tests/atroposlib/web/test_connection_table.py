@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from atroposlib.web.connection_table import ConnectionTable
+from atroposlib.web.bounded_protocol import ConnectionTable
 from atroposlib.web.connections import MAX_CONNECTIONS, connections_under
 
 MOST = 6

@@ -8,9 +8,15 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from atroposlib.web.access import KNOWN_SECONDS, TRIES, TRY_SECONDS, Access, Attempts
 from atroposlib.web.addresses import network_of
-from atroposlib.web.refusal import HTTPRefusal
+from atroposlib.web.middleware import (
+    KNOWN_SECONDS,
+    TRIES,
+    TRY_SECONDS,
+    Access,
+    Attempts,
+    HTTPRefusal,
+)
 from tests.atroposlib.service.conftest import Service
 
 KEY = "correct-horse-battery-staple"

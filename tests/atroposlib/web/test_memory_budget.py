@@ -26,11 +26,11 @@ from atroposlib.web.middleware import (
     Bodies,
     Budget,
     Budgets,
+    HTTPRefusal,
     NoSpaceError,
     decompress,
     unpacked_size,
 )
-from atroposlib.web.refusal import HTTPRefusal
 from tests.atroposlib.service.conftest import Service, group
 from tests.atroposlib.service.test_faults import until
 

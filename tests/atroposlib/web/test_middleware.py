@@ -17,9 +17,15 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from atroposlib.inference.proxy import ProxyLimits
-from atroposlib.web.access import Access
-from atroposlib.web.middleware import SMALL_BODY, RequestLimits, RequestLimitsMiddleware
-from atroposlib.web.refusal import HTTPRefusal, detail_answer, openai_answer
+from atroposlib.web.middleware import (
+    SMALL_BODY,
+    Access,
+    HTTPRefusal,
+    RequestLimits,
+    RequestLimitsMiddleware,
+    detail_answer,
+    openai_answer,
+)
 
 LOCAL = Access(bound_to="127.0.0.1")
 SERVICE, PROXY = RequestLimits(access=LOCAL), ProxyLimits(LOCAL).of_requests()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.web import access as of_service
+from atroposlib.web import middleware as of_service
 from vllm_patching.server import browsers as of_vllm
 
 HEADERS = st.fixed_dictionaries(

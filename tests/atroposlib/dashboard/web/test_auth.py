@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.dashboard.web.auth import Sessions, safe_next
-from atroposlib.web.access import ALL_TRIES, TRIES, Attempts, host_name, is_loopback
+from atroposlib.web.middleware import ALL_TRIES, TRIES, Attempts, host_name, is_loopback
 
 
 class Clock:
