@@ -117,8 +117,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "packs of 16,384 tokens in sequences of the length that is named": "what bench/trainer_speed.py is asked for",
     },
     "docs/rollout-service.md": {
-        "holds 64 MiB of the disk": "RESERVE_BYTES in atroposlib/service/store_files.py",
-        "its size and 2 MiB are free": "FIXED_BYTES in atroposlib/service/store_files.py",
+        "holds 64 MiB of the disk": "RESERVE_BYTES in atroposlib/service/sqlite_store.py",
+        "its size and 2 MiB are free": "FIXED_BYTES in atroposlib/service/sqlite_store.py",
         "or falls 256 messages or 8 MiB behind": "limits of atroposlib/dashboard/live/hub.py",
     },
 }

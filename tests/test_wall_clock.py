@@ -24,8 +24,7 @@ ATTRIBUTES = {"st_mtime", "st_mtime_ns", "st_ctime"}
 SHOWN = "for people: a time in a log line, a file, a table or a page"
 ANSWER = "the public wire has it: when an answer was created"
 ALLOWED = {
-    "atroposlib/service/environment_routes.py": SHOWN,
-    "atroposlib/service/admin_routes.py": SHOWN,
+    "atroposlib/service/routes.py": SHOWN,
     "atroposlib/envs/runner/reporting.py": SHOWN,
     "atroposlib/compat/evaluation.py": SHOWN,
     "atroposlib/inference/managed_server.py": ANSWER,

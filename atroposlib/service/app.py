@@ -14,13 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.routing import BaseRoute
 
-from atroposlib.service import (
-    admin_routes,
-    answers,
-    environment_routes,
-    reference_routes,
-    trainer_routes,
-)
+from atroposlib.service import routes
 from atroposlib.service.fleet import FleetFullError, TooManyPublishersError, UnknownServerError
 from atroposlib.service.group_reader import GroupReader, ReaderError, TooComplexError
 from atroposlib.service.records import (
@@ -71,16 +65,15 @@ def make_app(
         await service.close()
 
     title = "Lockstep rollout service"
-    app = FastAPI(title=title, version="0.1.0", lifespan=lifespan, responses=answers.REFUSALS)
+    app = FastAPI(title=title, version="0.1.0", lifespan=lifespan, responses=routes.REFUSALS)
     service.require_key(limits.access.api_key is not None)
     app.add_middleware(RequestLimitsMiddleware, limits=limits, answered=service.metrics.answered)
     app.state.service, app.state.reader = service, reader
     add_error_handlers(app)
-    for module in (trainer_routes, environment_routes, admin_routes, reference_routes):
-        app.include_router(module.router)
+    app.include_router(routes.router)
     if page is not None:
         app.router.routes.append(page.route)
-    answers.describe(app)
+    routes.describe(app)
     return app
 
 
@@ -107,7 +100,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(InvalidRequestError)
     async def _(_: Request, error: InvalidRequestError) -> Response:
-        return answers.refuse(422, error.errors)
+        return routes.refuse(422, error.errors)
 
     def handler(
         status: int, seconds: str | None
@@ -115,7 +108,7 @@ def add_error_handlers(app: FastAPI) -> None:
         async def handle(_: Request, error: Exception) -> Response:
             if isinstance(error, ReaderError | TooComplexError):
                 logger.error("%s", error)
-            return answers.refuse(status, str(error), {"Retry-After": seconds} if seconds else None)
+            return routes.refuse(status, str(error), {"Retry-After": seconds} if seconds else None)
 
         return handle
 

@@ -8,8 +8,8 @@ the same state from a store. Sizes and shares are in sequences unless a name say
 are weight versions (numbers of optimizer steps). `now` is in seconds of a clock that never goes
 back.
 
-`scheduling` chooses the groups of a batch, `pending_groups` finds groups that no batch can hold,
-`environments` explains an empty batch, and `run_state` holds what a run has besides its groups.
+`scheduling` chooses the groups of a batch, `pending_groups` finds groups that no batch can hold, and
+`run_state` holds what a run has besides its groups, and explains an empty batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import asdict
 from typing import Any
 
 from atroposlib.service import scheduling
-from atroposlib.service.environments import Refusals, Registry, why_starved
 from atroposlib.service.fleet import FleetRequests
 from atroposlib.service.pending_groups import (
     REASON,
@@ -39,7 +38,6 @@ from atroposlib.service.records import (
     QUEUED,
     REFERENCE,
     BatchTooSmallError,
-    Changes,
     Environment,
     Group,
     Lease,
@@ -50,7 +48,6 @@ from atroposlib.service.records import (
     Receipt,
     Registration,
     RegistryFullError,
-    Snapshot,
     SupersededError,
     UnknownBatchError,
     ValidatedGroup,
@@ -61,10 +58,14 @@ from atroposlib.service.run_state import (
     KILL_COUNTS,
     BatchFailures,
     Evaluations,
+    Refusals,
+    Registry,
     Streams,
     WeightEpochs,
+    why_starved,
 )
 from atroposlib.service.scheduling import Replay, choose_multiple
+from atroposlib.service.store import Changes, Snapshot
 from atroposlib.wire import TrainerSession, oldest
 
 MAX_ENVIRONMENTS = 1024

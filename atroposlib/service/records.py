@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import orjson
@@ -230,59 +230,6 @@ class Evaluation:
     def size(self) -> int:
         """Bytes of JSON."""
         return len(orjson.dumps(self.to_json()))
-
-
-@dataclass(slots=True)
-class Changes:
-    """Changes of one call, for one transaction of the store. They apply in the order of the fields."""
-
-    wipe: bool = False
-    added: list[tuple[Group, bytes, int]] = field(default_factory=list)
-    """(group, body, place): the place is QUEUED, BUFFERED or REFERENCE."""
-    referenced: list[tuple[int, bytes]] = field(default_factory=list)
-    """(sequence number, body): groups that now have ref_logprobs, and the body that holds them."""
-    reference: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence number, MISSING, FINAL or COMPUTED)"""
-    uses: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence number, batches with it that the trainer has learned from)"""
-    moved: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence number, new place): groups that moved from another place or from a lease, in this
-    order."""
-    leases: list[tuple[int, bool, bool, list[int]]] = field(default_factory=list)
-    """(batch id, sent, returned, sequence numbers): leases that are new or changed."""
-    removed: list[int] = field(default_factory=list)
-    """Sequence numbers of groups that are gone."""
-    leases_removed: list[int] = field(default_factory=list)
-    environments: list[dict[str, Any]] = field(default_factory=list)
-    environments_removed: list[int] = field(default_factory=list)
-    """Environments that the queue forgot. None of them is in `environments`."""
-    keys_added: list[tuple[str, Receipt]] = field(default_factory=list)
-    keys_removed: list[str] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    """New results."""
-    evaluations_removed: list[int] = field(default_factory=list)
-    state: dict[str, Any] | None = None
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, each.name) for each in fields(self))
-
-
-@dataclass(slots=True)
-class Snapshot:
-    """Everything that a store holds, except the bodies."""
-
-    state: dict[str, Any] = field(default_factory=dict)
-    environments: list[dict[str, Any]] = field(default_factory=list)
-    queued: list[Group] = field(default_factory=list)
-    """In order of acceptance."""
-    buffered: list[Group] = field(default_factory=list)
-    for_reference: list[Group] = field(default_factory=list)
-    """In order of acceptance."""
-    leases: list[Lease] = field(default_factory=list)
-    keys: list[tuple[str, Receipt]] = field(default_factory=list)
-    """Oldest first."""
-    evaluations: list[Evaluation] = field(default_factory=list)
-    """Oldest first."""
 
 
 def length_bucket(tokens: int) -> int:

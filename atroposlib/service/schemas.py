@@ -1,7 +1,7 @@
 """Bodies of requests as pydantic models, and the refusal of a body that does not validate: it names the
 field and the value.
 
-`group_schema` reads posted groups, which are long.
+`group_reader` reads posted groups, which are long.
 """
 
 from __future__ import annotations

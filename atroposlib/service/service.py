@@ -14,21 +14,13 @@ from typing import Any, Protocol, TypeVar
 
 import orjson
 
-from atroposlib.service import stats
+from atroposlib.service import metrics
 from atroposlib.service.fleet import FleetStatus
-from atroposlib.service.group_schema import NO_REFERENCE, unreadable, with_reference
+from atroposlib.service.group_reader import NO_REFERENCE, unreadable, with_reference
 from atroposlib.service.metrics import Metrics
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import (
-    MISSING,
-    NOBODY,
-    Changes,
-    Lease,
-    Limits,
-    Receipt,
-    ValidatedGroup,
-)
-from atroposlib.service.store import DamagedError, PostSpace, Store, StoreError
+from atroposlib.service.records import MISSING, NOBODY, Lease, Limits, Receipt, ValidatedGroup
+from atroposlib.service.store import Changes, DamagedError, PostSpace, Store, StoreError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -368,15 +360,15 @@ class RolloutService:
             },
             "waiting_because": queue.waiting,
             "store": self.post_space.figures(),
-            "queue": stats.backlog(queue),
-            "leases": stats.leases(queue),
+            "queue": metrics.backlog(queue),
+            "leases": metrics.leases(queue),
             "dropped": [
                 {"reason": reason, "longest_up_to": bucket, "groups": count}
                 for (reason, bucket), count in sorted(queue.drops.items())
             ],
             "environments": [
                 one | {"groups_wanted": queue.groups_wanted(one["env_id"], now)}
-                for one in stats.environments(queue, now)
+                for one in metrics.environments(queue, now)
             ],
         }
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.service.group_schema import RETURNED, read_groups
+from atroposlib.service.group_reader import RETURNED, read_groups
 from atroposlib.service.schemas import InvalidRequestError
 from atroposlib.wire import (
     GROUP_FIELDS,

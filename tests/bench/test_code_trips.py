@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.code_trips import ROOT, Trip, service_trips
 
-MAX_FILES = {"post_group": 17, "get_batch": 14}
+MAX_FILES = {"post_group": 10, "get_batch": 10}
 
 
 async def test_a_group_passes_through_few_files_of_the_service(tmp_path: Path) -> None:

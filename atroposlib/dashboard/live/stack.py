@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 
 from atroposlib.dashboard.run_folders.folder import read_model
-from atroposlib.service import stats
+from atroposlib.service import metrics
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Registration
 from atroposlib.utils.processes import Identity, boot_id
@@ -337,12 +337,12 @@ def stack_of(
             "store": store and dict(store),
         },
         "trainer": _trainer_json(queue, trainer),
-        "queue": stats.backlog(queue, MAX_INSPECTED_GROUPS),
-        "leases": stats.leases(queue, MAX_LEASES),
+        "queue": metrics.backlog(queue, MAX_INSPECTED_GROUPS),
+        "leases": metrics.leases(queue, MAX_LEASES),
         "dropped": [
             {"reason": reason, "groups": count} for reason, count in sorted(dropped.items())
         ],
-        "environments": stats.environments(queue, monotonic, MAX_ENVIRONMENTS),
+        "environments": metrics.environments(queue, monotonic, MAX_ENVIRONMENTS),
         "servers": [dict(server) for server in servers],
     }
     stack["signs"] = signs_of(stack, Sighting(now, ended=ended, processes=processes))

@@ -16,13 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.service import trainer_routes
+from atroposlib.service import routes
 from atroposlib.service.app import make_app
-from atroposlib.service.group_schema import read_groups
-from atroposlib.service.records import Changes, Registration, Snapshot, ValidatedGroup
+from atroposlib.service.group_reader import read_groups
+from atroposlib.service.records import Registration, ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
-from atroposlib.service.store import StoreError
+from atroposlib.service.store import Changes, Snapshot, StoreError
 from atroposlib.web.middleware import RequestLimits
 
 from .conftest import group, marks, trainer
@@ -216,7 +216,7 @@ async def a_cancelled_compression(
         return body
 
     with patch.context() as patched, hurried(limits):
-        patched.setattr(trainer_routes, "compress", never)
+        patched.setattr(routes, "compress", never)
         assert (await client.get("/batch")).status_code == 503
 
 

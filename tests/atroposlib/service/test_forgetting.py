@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from atroposlib.service import environments
 from atroposlib.service import queue as queue_module
+from atroposlib.service import run_state
 from atroposlib.service.fleet import MAX_PUBLISHERS, FleetStatus, TooManyPublishersError
 from atroposlib.service.pending_groups import ReferenceQueue
 from atroposlib.service.queue import FORGET_SECONDS, RolloutQueue
@@ -107,7 +107,7 @@ class Registrations(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "MAX_ENVIRONMENTS", MOST)
-    monkeypatch.setattr(environments, "MAX_NAMES", MOST)
+    monkeypatch.setattr(run_state, "MAX_NAMES", MOST)
 
 
 @pytest.mark.usefixtures("few")

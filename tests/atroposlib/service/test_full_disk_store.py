@@ -22,18 +22,18 @@ from hypothesis import strategies as st
 from atroposlib import service_client
 from atroposlib.service.app import make_app
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Changes, Registration, ValidatedGroup
+from atroposlib.service.records import Registration, ValidatedGroup
 from atroposlib.service.service import RolloutService
-from atroposlib.service.sqlite_store import PAGE_SIZE, SqliteStore
+from atroposlib.service.sqlite_store import PAGE_SIZE, Reserve, SqliteStore
 from atroposlib.service.store import (
     FIXED_BYTES,
     SLACK_BYTES,
+    Changes,
     DiskSpace,
     MemoryStore,
     PostSpace,
     StoreError,
 )
-from atroposlib.service.store_files import Reserve
 from atroposlib.service_client import RolloutServiceClient
 from tests.atroposlib.service.conftest import Service, group, marks, trainer
 from tests.full_disks import FullDisk, fill, small_disk

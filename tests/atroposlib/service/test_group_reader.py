@@ -22,8 +22,8 @@ from atroposlib.service.group_reader import (
     GroupReader,
     ReaderError,
     TooComplexError,
+    read_groups,
 )
-from atroposlib.service.group_schema import read_groups
 from atroposlib.service.schemas import InvalidRequestError
 from example_trainer.child_processes.guard import descendants, parents
 from tests.atroposlib.service.conftest import Service, group, marks

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from atroposlib.service.group_schema import NO_REFERENCE, read_groups, with_reference
+from atroposlib.service.group_reader import NO_REFERENCE, read_groups, with_reference
 from atroposlib.service.pending_groups import IDLE_SECONDS
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Registration, ValidatedGroup

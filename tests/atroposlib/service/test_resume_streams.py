@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atroposlib.envs.runner.exact_resume import ResumeWindow
-from atroposlib.service.group_schema import read_groups
+from atroposlib.service.group_reader import read_groups
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Group, Registration, ValidatedGroup
 from atroposlib.service.run_state import Streams

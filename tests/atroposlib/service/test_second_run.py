@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from atroposlib.service import stats
-from atroposlib.service.environments import MAX_REASON
+from atroposlib.service import metrics
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Environment, Limits, Registration, Snapshot
+from atroposlib.service.records import Environment, Limits, Registration
+from atroposlib.service.run_state import MAX_REASON
+from atroposlib.service.store import Snapshot
 
 from .test_queue import draft, registration
 
@@ -112,7 +113,7 @@ def test_the_figures_of_a_run_list_its_own_environments() -> None:
     """
 
     def listed(queue: RolloutQueue) -> list[int]:
-        return [one["env_id"] for one in stats.environments(queue, 5.0)]
+        return [one["env_id"] for one in metrics.environments(queue, 5.0)]
 
     queue = RolloutQueue()
     trainer(queue, 1)

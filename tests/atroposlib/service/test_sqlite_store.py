@@ -15,10 +15,10 @@ import orjson
 import pytest
 
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Changes, Group, Limits, Registration, ValidatedGroup
+from atroposlib.service.records import Group, Limits, Registration, ValidatedGroup
 from atroposlib.service.run_state import MAX_BYTES, MAX_KEPT, Evaluations
 from atroposlib.service.sqlite_store import FORMAT, MAX_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
-from atroposlib.service.store import DamagedError, StoreError
+from atroposlib.service.store import Changes, DamagedError, StoreError
 from tests.atroposlib.service.conftest import ROOT
 
 WEIGHTS = ((0, 0),)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from atroposlib.service.group_schema import NO_REFERENCE, with_reference
+from atroposlib.service.group_reader import NO_REFERENCE, with_reference
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import COMPUTED, Limits, Registration, ValidatedGroup
 from atroposlib.service.run_state import MAX_KEPT

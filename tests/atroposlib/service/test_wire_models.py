@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.service.group_schema import RETURNED, _warn_of_another_field, read_groups
+from atroposlib.service.group_reader import RETURNED, _warn_of_another_field, read_groups
 from atroposlib.service.schemas import InvalidRequestError, RegisterEnv, RegisterTrainer, read
 from atroposlib.wire import PER_SEQUENCE, REQUIRED
 from tests.atroposlib.service.conftest import environment, group

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from atroposlib.service.group_schema import read_groups
+from atroposlib.service.group_reader import read_groups
 from atroposlib.service.schemas import InvalidRequestError
 from atroposlib.wire import LARGEST_SCORE, wrong_shape
 from example_trainer.batch.damaged_answers import UnreadableGroup, salvage
