@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Set up, then check style and types and run the tests. What follows the command goes to pytest: scripts/test.sh -k bridge
-# With --all in front, each fuzz test has 10,000 inputs and a new seed: scripts/test.sh --all -k fuzz
+# Set up, then check style and types and run the tests of the default tier, in about five minutes on two cores.
+# scripts/test.sh --all runs the nightly tests too, as continuous integration does, in about fifteen.
+# Other arguments go to pytest, which then chooses from all tests: scripts/test.sh -k bridge
 # Ends with pytest's closing lines, and then the names of what failed, if anything did; status 0 only if everything passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 venv=${LOCKSTEP_VENV:-$PWD/.venv}
+tier=(-m "not nightly")
 if [[ ${1:-} == --all ]]; then
-  export LOCKSTEP_FUZZ_INPUTS=${LOCKSTEP_FUZZ_INPUTS:-10000}
+  tier=()
   shift
 fi
 scripts/setup.sh --venv "$venv" || exit 1
@@ -42,7 +44,7 @@ else
   # At the limit pytest is interrupted, so that it still names what failed until then.
   seconds=${LOCKSTEP_TEST_SECONDS:-4500}
   timeout --foreground --signal=INT --kill-after=60 "$seconds" \
-    "$venv/bin/python" -m pytest --numprocesses "$workers" --dist loadscope --no-loadscope-reorder
+    "$venv/bin/python" -m pytest --numprocesses "$workers" --dist loadscope --no-loadscope-reorder "${tier[@]}"
   status=$?
   ((status == 124 || status == 137)) && failed+=("pytest, which had not ended after LOCKSTEP_TEST_SECONDS=$seconds")
   ((status != 0 && status != 124 && status != 137)) && failed+=("pytest")

@@ -1,7 +1,7 @@
 """The size of fuzz tests: a small one by default, and the size and seed in the environment for long
 runs.
 
-    ./scripts/test.sh --all                                            # 10,000 inputs for each of these tests
+    LOCKSTEP_FUZZ_INPUTS=10000 ./scripts/test.sh -k fuzz
     LOCKSTEP_FUZZ_INPUTS=10000 LOCKSTEP_FUZZ_SEED=7 pytest -s tests/atroposlib/service/test_raw_fuzz.py
 
 A small run always has seed 0. A long run takes a new seed each time; pytest shows it for a test

@@ -352,8 +352,9 @@ OTHER_PROGRAMS_FLAGS = {
     "--disable-custom-all-reduce",
     "--compilation-config",
     "--nproc-per-node",
+    "--all",
 }
-"""Flags in the READMEs that vLLM and torchrun define."""
+"""Flags in the READMEs that vLLM, torchrun and shell scripts define."""
 
 
 def test_flags_in_the_readmes_exist() -> None:

@@ -24,6 +24,8 @@ from bench.sleeping_roles import Work, body_of
 from bench.sleeping_roles import work_of as work_at
 from bench.timeline_spans import Process, Span
 
+pytestmark = pytest.mark.nightly
+
 MEASURED = Measured(30_000.0, 4000.0, 40_000.0, 600.0, 50_000.0)
 
 

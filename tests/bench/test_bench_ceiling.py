@@ -13,6 +13,8 @@ from bench.gpu import ceiling
 from bench.gpu.shapes import shard_shapes
 from bench.weight_sync import parse
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.usefixtures("forked_children")
 def test_pairs_send_each_receiver_its_shards(tmp_path: Path) -> None:

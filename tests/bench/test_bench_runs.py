@@ -11,7 +11,7 @@ import pytest
 
 from bench import weight_sync
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_children")]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.usefixtures("forked_children")]
 
 
 def test_weight_sync_measures_both_ways_of_transfer(

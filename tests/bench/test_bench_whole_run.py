@@ -17,6 +17,8 @@ from bench.gpu.shapes import SHAPES
 from bench.gpu.training_stack import RowsAsTheyCome
 from bench.whole_run import longest_gap, summarise
 
+pytestmark = pytest.mark.nightly
+
 
 def row(tokens: int, wait: float, train: float) -> dict[str, float | int]:
     return {

@@ -28,7 +28,7 @@ from tests.e2e.conftest import CACHE, NEEDS_RAY
 from tests.forked_commands import FOLDER, shared_fork_servers
 from tests.still_running import json_rows
 
-pytestmark = [NEEDS_RAY, pytest.mark.e2e, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.nightly, NEEDS_RAY, pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STORE_BYTES = 80 << 20
 SECONDS = 150.0

@@ -20,7 +20,7 @@ from tests.e2e.bridge_helpers import trainer_logprobs
 from tests.e2e.conftest import SERVER_SECONDS, trainer_command, vllm_command
 from tests.still_running import json_rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(480)]
 
 STARTER = ROOT / "assets" / "starter_model"
 STEPS, STEPS_BEFORE = 8, 2

@@ -20,7 +20,7 @@ from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import start_vllm, trainer_command
 from tests.environments.standin_judge import judging
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(480)]
 
 MODEL = ROOT / "assets" / "calculator_model"
 STEPS = 2

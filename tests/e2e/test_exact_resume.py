@@ -24,7 +24,7 @@ from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import VllmServer, start_vllm, trainer_command
 from tests.still_running import json_rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STARTER = ROOT / "assets" / "starter_model"
 STEPS = 2

@@ -31,7 +31,7 @@ from tests.light_servers import SOON, LightServer, Starter, bring_back, sound, u
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 PORT = 9001
 BUCKET = 192 << 10

@@ -22,7 +22,7 @@ from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.inference.vllm_client import VLLMServer
 from example_trainer.models.hf_checkpoint import load_model
 from tests import raw_fuzz
-from tests.atroposlib.service.test_faults import until
+from tests.atroposlib.service.killed_service import until
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import TOLERANCE, trainer_logprobs
 from tests.e2e.conftest import VllmServer, start_vllm
@@ -32,7 +32,7 @@ from tests.pages import code_blocks, section_of
 from tests.raw_requests import Target
 from vllm_patching.engine_core.gathered_outputs import STEPS_PER_MESSAGE
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 SAMPLING = {"n": 3, "max_tokens": 24, "seed": 5, "temperature": 1.0, "ignore_eos": True}
 PROMPT = [72, 101, 108, 108, 111]

@@ -19,7 +19,7 @@ from example_trainer.launcher import roles
 from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import start_vllm, trainer_command
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(480)]
 
 GSM8K = ROOT.parent / "shared" / "gsm8k"
 STARTER = ROOT / "assets" / "starter_model"

@@ -29,7 +29,7 @@ from tests.e2e.guide_shell import (
     wait_for_vllm,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540), NEEDS_GSM8K]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(540), NEEDS_GSM8K]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from tests.conftest import Processes
 from tests.e2e.bridge_helpers import TOLERANCE, largest_difference, new_weights
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 ENGINE_TIMEOUT = 6.0
 """Seconds; a step of the tiny model takes a few milliseconds, and a busy machine may hold it up."""

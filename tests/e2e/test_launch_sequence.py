@@ -27,7 +27,7 @@ from tests.e2e.guide_shell import (
     wait_for_vllm,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540), NEEDS_GSM8K]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(540), NEEDS_GSM8K]
 
 LAUNCHED = ("old files", "service", "environment", "vllm", "shared memory", "trainer")
 """The guide's commands that the page's sequence has too."""

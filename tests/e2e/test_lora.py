@@ -51,7 +51,7 @@ from tests.e2e.lora_helpers import (
 )
 from vllm_patching.weights.families import PROJECTIONS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tests.e2e.typed_commands import Operations, eventually
 from tests.listening import Listener, listeners
 from tests.still_running import command_line
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(540)]
 
 PKILL = re.compile("vllm|grpo|python|run-api")
 """What users type: pkill -9 -u $USER -f "vllm|grpo|python|run-api"."""

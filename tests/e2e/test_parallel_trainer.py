@@ -24,7 +24,7 @@ from tests.e2e.conftest import VllmServer, start_vllm, trainer_command
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 STEPS = 3
 TOLERANCE = 2e-5

@@ -21,7 +21,7 @@ from tests.e2e.conftest import CACHE, FORKED_ENGINES, NEEDS_RAY
 from tests.e2e.two_hosts import Host, NoNamespaces, hosts
 from tests.still_running import json_rows
 
-pytestmark = [NEEDS_RAY, pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, NEEDS_RAY, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SECONDS = 400.0
 SHIPPED = "example_trainer/configs/qwen3b_async_grpo.yaml"

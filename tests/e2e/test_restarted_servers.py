@@ -32,7 +32,7 @@ from tests.e2e.bridge_helpers import (
 )
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm, trainer_command
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 
 @dataclass

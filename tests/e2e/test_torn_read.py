@@ -24,7 +24,7 @@ from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.e2e.bridge_helpers import joined, new_weights, served_logprobs, trainer_logprobs
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 STREAMS = 3
 LENGTH = 450

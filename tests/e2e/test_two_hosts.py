@@ -31,7 +31,7 @@ from tests.e2e.conftest import FORKED_ENGINES, SERVER_SECONDS
 from tests.e2e.two_hosts import NOWHERE, Host, Network, NoNamespaces, hosts
 from tests.light_servers import get_json
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 PORT = 9001
 """The documented one: each host has all ports for itself."""

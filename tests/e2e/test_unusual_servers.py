@@ -25,7 +25,7 @@ from tests.e2e.bridge_helpers import TOLERANCE, checksums, joined, largest_diffe
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
 from tests.light_servers import LightServer, Starter, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 
 def test_two_ranks_get_their_own_shards(

@@ -25,7 +25,7 @@ from tests.e2e.conftest import CACHE, VllmServer, trainer_command
 from tests.forked_commands import FORK_CHILDREN
 from tests.still_running import json_rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STARTER = ROOT / "assets" / "starter_model"
 

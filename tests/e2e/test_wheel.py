@@ -21,7 +21,7 @@ from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.launcher.starter_models import STARTER_MODEL
 from tests.conftest import ROOT, Processes
 
-pytestmark = pytest.mark.timeout(540)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(540)]
 
 PACKAGES = ("atroposlib", "environments", "example_trainer", "vllm_patching")
 STANDIN = ROOT / "tests" / "example_trainer" / "weight_bridge" / "standin_vllm.py"

@@ -25,6 +25,8 @@ from tests.e2e.typed_commands import Operations, eventually
 from tests.forked_commands import run_command
 from tests.typed_page import blocks, command_lines, words_of, write_files
 
+pytestmark = pytest.mark.nightly
+
 PAGE = ROOT / "docs" / "your-environment.md"
 STEPS = 2
 PLANNED = (

@@ -19,6 +19,8 @@ import pytest
 from bench.their_environments.cases import CASES, NOT_RUN, Case
 from bench.their_environments.run import RESULTS, Bench, judged, started
 
+pytestmark = pytest.mark.nightly
+
 VARIABLE = "LOCKSTEP_PUBLIC_ENVIRONMENTS"
 CLONE = os.environ.get(VARIABLE)
 

@@ -22,7 +22,7 @@ from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.launcher import roles
 from tests.conftest import Processes
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 STEPS = 5
 TIMED = (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 
 from example_trainer.batch.client import RolloutClient
@@ -27,6 +28,8 @@ from example_trainer.training.reference import ReferenceSettings
 from example_trainer.training.step import response_logprobs
 from tests.conftest import Processes
 from tests.example_trainer.batch.registration import REGISTRATION
+
+pytestmark = pytest.mark.nightly
 
 MODEL = Path(__file__).resolve().parents[2] / "assets" / "starter_model"
 GROUPS, SIZE, LENGTH = 4, 2, 120

@@ -12,6 +12,8 @@ import pytest
 from scripts.options_page import HELP_SECONDS, Option, options_of, table
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.nightly
+
 ARGPARSE = """usage: p [-h] [--port PORT]
 
 Text: with a colon.

@@ -21,7 +21,7 @@ from tests.atroposlib.service.conftest import Service, environment, trainer
 from tests.conftest import Processes
 from tests.headless_browser import LIVE, Visit
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
 SERVER = Path(__file__).with_name("inference_server.py")
 HOURS = 7300.0

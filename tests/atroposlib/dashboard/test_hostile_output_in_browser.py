@@ -15,7 +15,7 @@ from tests.atroposlib.dashboard.made_up_run import MadeUpRun
 from tests.atroposlib.service.conftest import Service
 from tests.headless_browser import READY, SECONDS, Visit
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
 MARKUP = "<img src=x onerror=alert(1)><b>bold</b>&lt;i&gt;<style>body{display:none}</style>"
 SCRIPT = "</script></span><script>alert(2)</script><svg onload=alert(3)>"

@@ -20,7 +20,7 @@ from tests.headless_browser import LIVE, UNANSWERED, Visit
 if TYPE_CHECKING:
     from playwright.sync_api import Locator
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
 SERVER = Path(__file__).with_name("inference_server.py")
 LOST = "document.body.dataset.connection === 'lost'"

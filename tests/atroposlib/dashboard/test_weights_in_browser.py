@@ -17,7 +17,7 @@ from tests.atroposlib.dashboard.web.test_page_of_service import VllmServer
 from tests.atroposlib.service.conftest import Service, environment, trainer
 from tests.headless_browser import LIVE, Visit
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
 SAMPLED, RECOMPUTED = -0.9162907600402832, -0.916290819644928
 """Neighbours among the numbers of 32 bits."""

@@ -13,7 +13,7 @@ import pytest
 from example_trainer.child_processes.readiness import wait_until
 from tests.atroposlib.envs.env_stack import Stack
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 ROOT = Path(__file__).resolve().parents[3]
 ARITHMETIC = ROOT / "environments" / "arithmetic_server.py"

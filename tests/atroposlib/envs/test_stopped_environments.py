@@ -15,7 +15,7 @@ from example_trainer.child_processes.readiness import wait_until
 from tests.atroposlib.envs.env_stack import Stack
 from tests.atroposlib.envs.test_env_serving import ARITHMETIC, finished
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 SILENT_AFTER = 2.0
 GROUPS = 4

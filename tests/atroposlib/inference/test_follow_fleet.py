@@ -21,6 +21,8 @@ from atroposlib.inference.server_manager import ServerManager
 from example_trainer.child_processes.readiness import wait_until
 from tests.atroposlib.envs.env_stack import OFFLINE, STANDIN, Stack
 
+pytestmark = pytest.mark.nightly
+
 ARITHMETIC = Path(__file__).resolve().parents[3] / "environments" / "arithmetic_server.py"
 STANDINGS = ("joining", "good", "quarantined", "away")
 

@@ -19,6 +19,8 @@ import pytest
 from atroposlib.sandbox import Limits, LocalSandbox, Outcome, Program
 from atroposlib.sandbox.verdict import verdict
 
+pytestmark = pytest.mark.nightly
+
 FILE = Path(__file__).with_name("hostile_programs.txt")
 HEAD, _, BODY = FILE.read_text().partition("\nPRELUDE\n")
 PRELUDE, *SECTIONS = BODY.split("\n## ")

@@ -16,6 +16,8 @@ from atroposlib.sandbox import local as local_sandbox
 from atroposlib.sandbox.supervisor_process import processes_below
 from example_trainer.child_processes.guard import parents
 
+pytestmark = pytest.mark.nightly
+
 LIMITS = Limits(seconds=3)
 ANSWER = Program("def f():\n    return 1", "f", [[]])
 SLEEPER = Program("import time\ntime.sleep(1000)")

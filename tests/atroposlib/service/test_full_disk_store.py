@@ -38,6 +38,8 @@ from atroposlib.service_client import RolloutServiceClient
 from tests.atroposlib.service.conftest import Service, group, marks, trainer
 from tests.full_disks import FullDisk, fill, small_disk
 
+pytestmark = pytest.mark.nightly
+
 RESERVE = 4 << 20
 
 

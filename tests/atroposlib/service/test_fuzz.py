@@ -13,6 +13,8 @@ from tests.fuzz_size import LONG_SECONDS, fuzz_inputs, fuzz_seed
 from tests.generated_requests import operations_of, send_generated
 from tests.raw_fuzz import faults_in
 
+pytestmark = pytest.mark.nightly
+
 TENTHS = {
     "/scored_data": 3,
     "/scored_data_list": 1,

@@ -13,9 +13,11 @@ import pytest
 
 from tests import raw_fuzz
 from tests.atroposlib.service.conftest import Service, environment, group, trainer
-from tests.atroposlib.service.test_faults import until
+from tests.atroposlib.service.killed_service import until
 from tests.fuzz_size import LONG_SECONDS, fuzz_inputs, fuzz_seed
 from tests.raw_requests import Target
+
+pytestmark = pytest.mark.nightly
 
 COUNT_TASKS = """
 import asyncio, signal, sys

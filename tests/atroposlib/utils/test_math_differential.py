@@ -14,6 +14,8 @@ import pytest
 
 from atroposlib.utils.math_scoring import compare_plainly, equal_in_this_process
 
+pytestmark = pytest.mark.nightly
+
 math_verify = pytest.importorskip("math_verify", reason="compares with the math_verify package")
 
 PAIRS = 2000

@@ -14,7 +14,7 @@ import httpx
 
 from atroposlib.web.connections import connections_under
 from tests.atroposlib.service.conftest import Service, group, trainer
-from tests.atroposlib.service.test_faults import until
+from tests.atroposlib.service.killed_service import until
 
 KEY = {"Authorization": "Bearer s3cret"}
 FILES = 400

@@ -32,7 +32,7 @@ from atroposlib.web.middleware import (
     unpacked_size,
 )
 from tests.atroposlib.service.conftest import Service, group
-from tests.atroposlib.service.test_faults import until
+from tests.atroposlib.service.killed_service import until
 
 Step = tuple[str, int]
 

@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import pytest
 
 from example_trainer.batch.client import RolloutClient
 from example_trainer.batch.groups import parse_batch
 from tests.conftest import Processes
 from tests.example_trainer.batch.registration import REGISTRATION, group
 from tests.example_trainer.batch.scripted import Scripted
+
+pytestmark = pytest.mark.nightly
 
 POISON = b',"answer":' + b"9" * 400 + b"}"
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from example_trainer.launcher.control import Starter, stop_parts
 from example_trainer.launcher.fleet import published_fleet
@@ -19,6 +20,8 @@ from example_trainer.launcher.roles import Command
 from example_trainer.launcher.rolling import Roller
 from example_trainer.launcher.stack import Stack
 from tests.example_trainer.launcher.small_stack import SmallStack, small_options
+
+pytestmark = pytest.mark.nightly
 
 SERVES = """
 import asyncio, os, pathlib, sys

@@ -21,7 +21,7 @@ from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.test_grpo import Run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 STEPS = 4
 SIZES = ["--batch-size", "1", "--gradient-accumulation-steps", "4", "--rank-timeout", "60"]

@@ -26,7 +26,7 @@ from tests.example_trainer.parallel.quantised_worker import (
     train,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 256, "intermediate_size": 512,

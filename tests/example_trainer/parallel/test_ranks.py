@@ -15,6 +15,8 @@ from example_trainer.parallel.ranks import Ranks, agreed_stop
 from example_trainer.process import StopSignal
 from tests.conftest import ROOT, Processes
 
+pytestmark = pytest.mark.nightly
+
 WORKER = Path(__file__).resolve().parent / "ranks_worker.py"
 
 

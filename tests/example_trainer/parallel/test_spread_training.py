@@ -25,7 +25,7 @@ from tests.example_trainer.parallel.spread_cases import (
     whole_state,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 HERE = Path(__file__).resolve().parent
 SEEDS = (1, 2, 3, 5, 7, 8, 9)

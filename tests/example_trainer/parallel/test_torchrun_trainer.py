@@ -22,7 +22,7 @@ from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.test_grpo import Run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 TORCHRUN = ("tests.forked_torchrun", "--standalone", "--nproc-per-node", "2")
 STEPS = 4

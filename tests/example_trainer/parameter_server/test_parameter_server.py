@@ -32,7 +32,8 @@ from vllm_patching.protocol.timeline import VARIABLE
 from vllm_patching.weights.families import Geometry
 from vllm_patching.weights.sharding import plan_shards
 
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
+# early among the others (tests/conftest.py): they take long
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 @dataclass

@@ -26,7 +26,7 @@ from tests.example_trainer.batch.waiting_trainer import batches_of, registration
 from tests.example_trainer.in_process import STEPS, Killed, Trainers
 from tests.example_trainer.test_grpo import made_up_group
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
 EACH = ("--checkpoint-interval", "1", "--resume", "auto")
 

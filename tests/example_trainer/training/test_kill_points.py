@@ -24,7 +24,7 @@ from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 POINTS = [
     "stepped",

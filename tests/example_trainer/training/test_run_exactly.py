@@ -35,7 +35,7 @@ from example_trainer.weight_bridge.base import NoBridge
 from tests.conftest import Processes
 from tests.example_trainer.in_process import Killed
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 STEPS, GROUP, GROUPS = 12, 4, 3
 POINTS = {

@@ -17,7 +17,8 @@ from example_trainer.errors import BridgeError
 from tests.fleet_trainer import PATIENCE, TIMEOUT, Trainer, training
 from tests.light_servers import SOON, Devices, LightServer, Starter, bring_back, sound, until
 
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
+# early among the others (tests/conftest.py): they take long
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 BUCKET = 2048
 """Bytes: the tiny model goes in several."""

@@ -24,7 +24,8 @@ from tests.example_trainer.weight_bridge.cohort_world import BUCKET_BYTES, GEOME
 from tests.fleet_trainer import training
 from tests.light_servers import SOON, Devices, LightServer, Starter, bring_back, sound, until
 
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
+# early among the others (tests/conftest.py): they take long
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 BUCKET = 2048
 """Bytes: the tiny model goes in several."""

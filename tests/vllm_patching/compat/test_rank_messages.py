@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from tests.forked_commands import run_command
+
+pytestmark = pytest.mark.nightly
 
 PROGRAM = """
 import threading

@@ -20,7 +20,7 @@ from tests.headless_browser import Visit, browser, visit
 
 __all__ = ["browser", "visit"]
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
 ASKED, CALLED, ANSWERED, SAID = "What is 6 * 7?", "<call>", "42", "It is 42."
 CALL = {

@@ -22,7 +22,8 @@ from example_trainer.child_processes.guard import descendants, parents
 from tests.conftest import ROOT
 from tests.forked_commands import run_command, start_unguarded
 
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
+# early among the others (tests/conftest.py): they take long
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 STACK = Path(__file__).with_name("small_plan.py")
 
