@@ -6,7 +6,7 @@
 
 A mutant is one module with one change: a comparison, a constant, a boolean operator, an arithmetic
 operator, a return value or a removed statement. Each runs in a copy of the tracked files against
-the test files that import the module, first those of the default tier, then the nightly ones.
+the test files that import the module or have its name, first those of the default tier, then the nightly ones.
 pytest stops at the first failure, which kills the mutant; a run that exceeds its time kills it too.
 The same seed gives the same mutants of the same code. The unchanged modules must pass first.
 Prints a table and writes bench/results/mutations.json. Survivors are listed with their change.
@@ -36,19 +36,22 @@ from typing import Any
 
 from bench.measured import measured
 
-MODULES = (
-    "atroposlib/service/group_reader.py",
-    "atroposlib/service/scheduling.py",
-    "atroposlib/wire/weight_lineage.py",
-    "atroposlib/utils/thinking.py",
-    "environments/arithmetic_problems.py",
-    "example_trainer/algorithm/advantages.py",
-    "example_trainer/batch/packing.py",
-    "example_trainer/weight_bridge/send_plan.py",
-    "vllm_patching/protocol/lease.py",
-    "vllm_patching/weights/sharding.py",
-)
-"""Pure logic of every package."""
+MODULES: dict[str, tuple[str, ...]] = {
+    "atroposlib/service/group_reader.py": (),
+    "atroposlib/service/scheduling.py": (
+        "tests/atroposlib/service/test_queue.py",
+        "tests/atroposlib/service/test_stateful.py",
+    ),
+    "atroposlib/wire/weight_lineage.py": (),
+    "atroposlib/utils/thinking.py": (),
+    "environments/arithmetic_problems.py": (),
+    "example_trainer/algorithm/advantages.py": (),
+    "example_trainer/batch/packing.py": (),
+    "example_trainer/weight_bridge/send_plan.py": (),
+    "vllm_patching/protocol/lease.py": (),
+    "vllm_patching/weights/sharding.py": (),
+}
+"""Pure logic of every package -> tests that reach it through another module."""
 SLOW_FOLDERS = ("tests/e2e/", "tests/gpu/")
 """Tests of whole processes, which meet most modules but are not about one of them."""
 TIERS = {"default": "not nightly", "nightly": "nightly"}
@@ -185,8 +188,8 @@ def sample(module: str, source: str, count: int, seed: int) -> list[int]:
     return numbers[:count]
 
 
-def tests_of(module: str) -> list[str]:
-    """List the test files that import a module, and those with its name."""
+def mirrored_tests(module: str) -> list[str]:
+    """List the test files that import a module, have its name, or are listed with it."""
     folder, _, name = module.removesuffix(".py").replace("/", ".").rpartition(".")
     imports = re.compile(
         rf"^(from {folder}\.{name} import|import {folder}\.{name}\b|from {folder} import .*\b{name}\b)",
@@ -199,7 +202,11 @@ def tests_of(module: str) -> list[str]:
         file
         for file, path in files.items()
         if not file.startswith(SLOW_FOLDERS)
-        and (path.stem == f"test_{name}" or imports.search(path.read_text(encoding="utf-8")))
+        and (
+            file in MODULES.get(module, ())
+            or path.stem == f"test_{name}"
+            or imports.search(path.read_text(encoding="utf-8"))
+        )
     ]
 
 
@@ -240,7 +247,7 @@ def try_module(
 ) -> list[dict[str, Any]]:
     """Run the tests of a module against its mutants; ends the program if they fail without one."""
     source = (ROOT / module).read_text(encoding="utf-8")
-    sites, tests = sites_of(source), tests_of(module)
+    sites, tests = sites_of(source), mirrored_tests(module)
     for markers in TIERS.values():
         broken = first_failure(tree, tests, markers, seconds)
         if broken:
