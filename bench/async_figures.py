@@ -17,6 +17,10 @@ NAMES = {
 }
 
 
+TIMES_SLOWER = {"1.7B": 1.0, "32B": 32.8 / 1.72}
+"""Generation time relative to the simulated model. The ratio of parameters is assumed."""
+
+
 def modes_gpu(book: Book) -> str:
     """Every regime of bench/async_modes.py, with vLLM on one GPU and the trainer on another."""
     part = "modes_gpu"
@@ -88,11 +92,15 @@ def exact(book: Book) -> str:
 
 
 def full_at(book: Book) -> str:
-    """`70 generators of 1.7B, 1,300 of 32B`."""
-    sizes = book.get(FILE, "scaling/on_paper/full_at")
-    return ", ".join(
-        f"{book.number(FILE, f'scaling/on_paper/full_at/{size}'):,.0f} of {size}" for size in sizes
-    )
+    """Return how many generators fill one service, as in `70 of 1.7B, 1,300 of 32B`."""
+    one = book.get(FILE, "scaling/settings/simulated")
+    counted = book.get(FILE, "scaling/generators")
+    rates = [book.number(FILE, "scaling/saturation/service/trained_groups_per_second")]
+    rates += [
+        book.number(FILE, f"scaling/generators/{number}/groups_per_second") for number in counted
+    ]
+    full = max(rates) * one["group"] * one["tokens"] / one["tokens_per_second"]
+    return ", ".join(f"{full * slower:,.0f} of {size}" for size, slower in TIMES_SLOWER.items())
 
 
 NAMED: dict[str, Callable[[Book], str]] = {

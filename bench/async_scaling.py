@@ -11,8 +11,7 @@ batches and acknowledges them. Two parts:
     generators   tokens a second that arrive, against the number of generators; the service's share of a core; a post's time
     saturation   posts as fast as some connections can, with a trainer that takes them; and a full queue that is only drained
 
-and from them, on paper, what 1,000 generators need (bench/async_on_paper.py). Writes
-async_scaling.json.
+Writes async_scaling.json.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from bench import async_on_paper
 from bench.gpu.processes import BenchError, Task, free_port
 from bench.gpu.runs import Results, run_and_report
 from bench.gpu.summary import table
@@ -75,7 +73,7 @@ class Benchmark:
         self.results = Results(args.output / "async_scaling.json", settings=settings)
 
     def run(self) -> None:
-        """Both parts, then what follows from them."""
+        """Measure both parts."""
         self.results.put("machine", value=machine())
         for number in self.args.generators:
             self.results.measure(
@@ -86,10 +84,8 @@ class Benchmark:
             "saturation", "service", run=partial(self._generators, self.args.clients, rushed)
         )
         self.results.measure("saturation", "drain", run=self._drain)
-        if not self.results.failures:
-            self.results.put("on_paper", value=async_on_paper.from_measured(self.results.data))
-            if self.args.into:
-                put_into(self.args.into, "scaling", self.results.data)
+        if self.args.into and not self.results.failures:
+            put_into(self.args.into, "scaling", self.results.data)
 
     def _task(self, name: str, seconds: float, **asked: Any) -> Task:
         task = Task(name, MODULE, asked, self.args.output, seconds)
@@ -225,7 +221,7 @@ class Benchmark:
 
 
 def report(data: dict[str, Any]) -> str:
-    """Tables of a results file, and what it means on paper."""
+    """Format the tables of a results file."""
     rows: list[list[object]] = []
     saturation = data.get("saturation", {})
     named = dict(data.get("generators", {}))
@@ -263,8 +259,6 @@ def report(data: dict[str, Any]) -> str:
         lines.append(
             f"drained alone: {drain['groups_per_second']} groups/s, {drain['tokens_per_second']} tokens/s"
         )
-    if "on_paper" in data:
-        lines.append(async_on_paper.report(data["on_paper"]))
     return "\n".join(lines)
 
 

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import async_figures, async_modes, async_on_paper, async_scaling, parameter_server
+from bench import async_figures, async_modes, async_scaling, parameter_server
 from bench.async_modes import REGIMES, found_in, work_of
-from bench.async_on_paper import Measured, full_at, need
 from bench.gpu.processes import BenchError
 from bench.measured import COMMIT_VARIABLE, measured, put_into
 from bench.results_book import Book, FigureError
@@ -25,8 +24,6 @@ from bench.sleeping_roles import work_of as work_at
 from bench.timeline_spans import Process, Span
 
 pytestmark = pytest.mark.nightly
-
-MEASURED = Measured(30_000.0, 4000.0, 40_000.0, 600.0, 50_000.0)
 
 
 def row(step: int, age: int) -> dict[str, Any]:
@@ -95,20 +92,6 @@ def test_a_body_is_what_environments_post() -> None:
     assert body_of(work, 3) == body_of(work, 3) != body_of(work, 4)
 
 
-@given(st.integers(1, 2000), st.integers(1, 10), st.floats(1.0, 50.0))
-def test_on_paper_all_grows_with_the_generators_and_is_full_where_it_says(
-    count: int, times: int, slower: float
-) -> None:
-    few, many = need(count, slower, MEASURED), need(count * times, slower, MEASURED)
-    for key in ("groups_per_second", "services", "wire_mb_per_second"):
-        assert many[key] == pytest.approx(times * few[key])
-    assert few["trainer_gpus"] <= many["trainer_gpus"]
-    assert need(1, slower, MEASURED)["services"] * full_at(slower, MEASURED) == pytest.approx(1.0)
-    assert few["trainer_gpus"] == need(count, 1.0, MEASURED)["trainer_gpus"], (
-        "a larger model trains as much slower as it samples"
-    )
-
-
 def test_a_shared_file_keeps_what_others_found(tmp_path: Path) -> None:
     put_into(tmp_path / "a.json", "modes", {"x": 1})
     put_into(tmp_path / "a.json", "scaling", {"y": 2})
@@ -148,10 +131,7 @@ def test_sleeping_generators_against_a_real_service(
     assert one["offered_tokens_per_second"] > 0 < one["service_core_share"]
     assert rushed["trained_groups_per_second"] > 0 < drain["groups"]
     assert rushed["post_ms"]["p50"] <= rushed["post_ms"]["p99"]
-    assert data["on_paper"]["measured"]["date"]
-    assert async_on_paper.main([str(into), "--generators", "7"]) == 0
     book = Book(tmp_path)
-    assert [*book.get("async", "scaling/on_paper/found/32B")] == ["7"]
     assert async_figures.NAMED["async_full_at"](book).endswith(" of 32B")
 
 
