@@ -201,7 +201,7 @@ class Surroundings:
     def __enter__(self) -> Surroundings:
         service = roles.service("127.0.0.1", self.service_port, store="memory", no_ui=True)
         self._start("service", self.service, service)
-        stand_in = str(ROOT / "bench" / "their_environments" / "model_standin.py")
+        stand_in = str(ROOT / "tests" / "environments" / "public" / "model_standin.py")
         model = roles.flags(port=self.model_port, tokenizer=TOKENIZER)
         self._start("model", f"{self.model}/health", [sys.executable, stand_in, *model])
         httpx.post(f"{self.service}/register", json=TRAINER, timeout=SECONDS).raise_for_status()

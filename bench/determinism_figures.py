@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.bridge_figures import markdown, sources
-from bench.on_off_summary import differences
 from bench.results_book import Book, FigureError
+from studies.bitwise.summary import differences
 
 COST, PUBLISHED = "deterministic_cost", "on_off_published"
 SAMPLING = {

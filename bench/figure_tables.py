@@ -12,9 +12,9 @@ from bench import (
     quick_start_figures,
     trainer_figures,
 )
+from bench import public_environment_figures as their_environments
 from bench.bridge_figures import markdown, sources
 from bench.results_book import Book
-from bench.their_environments import table as their_environments
 
 
 def service_rates(book: Book) -> str:

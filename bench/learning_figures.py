@@ -1,4 +1,4 @@
-"""Tables of bench/learning.py's trainings, as documents show them."""
+"""Tables of studies/learning/trainings.py's trainings, as documents show them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 from bench.bridge_figures import markdown
-from bench.learning_plan import CHAPTERS, shown_in
-from bench.learning_summary import COLUMNS, HEADS, variant_rows
 from bench.results_book import Book
+from studies.learning.plan import CHAPTERS, shown_in
+from studies.learning.summary import COLUMNS, HEADS, variant_rows
 
 LEARNING = "learning"
 NOT_YET = "Not measured yet: there is no `bench/results/learning.json`."
 SHOWN = ("staleness", "corrections_4", "damping_4", "losses_2x2", "arithmetic")
-"""Chapters whose picture and table a document shows; bench/learning.py prints all of them."""
+"""Chapters whose picture and table a document shows; studies/learning/trainings.py prints all of them."""
 SHOWN_COLUMNS = [heading for heading in COLUMNS if heading != "solved before"]
 
 

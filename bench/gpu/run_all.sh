@@ -23,7 +23,7 @@
 #       optimizer (one: step time and memory of AdamW in float32 and in 8 bits, offloaded or not, needs no vLLM) ·
 #       trainer-speed (one; two for 14B over both) · sampling-cost (one: what a token costs the server) ·
 #       whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
-#       learning (any number: methods compared, MODEL names what bench/word_problems/make_model.py wrote; the same again goes on,
+#       learning (any number: methods compared, MODEL names what studies/word_problems/make_model.py wrote; the same again goes on,
 #       and trains what bench/results/learning.json lacks where the model is the one that was measured there) ·
 #       async (two, or one that they share: in turns, overlapped, off-policy by 1, 2 and 4; MODEL names a checkpoint's folder, else
 #       the starter model; LR its learning rate, 3e-4 if not given, which is far too much for a large one) ·
@@ -48,7 +48,7 @@ run() {
   mkdir -p "$out/$name"
   echo "== $name (at most $seconds s)"
   # SIGTERM lets the script stop its processes and print what it has; then it is killed.
-  timeout -k 25 "$seconds" "$python" -u "bench/$script" --output "$out/$name" "$@" || {
+  timeout -k 25 "$seconds" "$python" -u "$script" --output "$out/$name" "$@" || {
     echo "== $name: status $?"
     status=1
   }
@@ -56,88 +56,88 @@ run() {
 }
 case $kind in
   1)
-    run 270 single_copy single_copy.py
-    run 250 lora_swap lora_swap.py
+    run 270 single_copy bench/single_copy.py
+    run 250 lora_swap bench/lora_swap.py
     ;;
-  2) run 520 weight_sync weight_sync.py --parts ceiling bridge engine ;;
+  2) run 520 weight_sync bench/weight_sync.py --parts ceiling bridge engine ;;
   compare)
     # Shorter pauses between updates than in kind 2, so that both shapes fit; twice as long above 64 requests.
-    run 320 weight_sync weight_sync.py --parts ceiling bridge engine --interval 0.3
+    run 320 weight_sync bench/weight_sync.py --parts ceiling bridge engine --interval 0.3
     # Direct alone, as in 2-14b.
-    run $((475 - SECONDS)) weight_sync_14b_one_rank weight_sync.py --shape qwen2.5-14b --parts ceiling bridge engine \
+    run $((475 - SECONDS)) weight_sync_14b_one_rank bench/weight_sync.py --shape qwen2.5-14b --parts ceiling bridge engine \
       --transfers direct --concurrency 64 --name weight_sync_qwen2.5-14b_one_rank
     ;;
-  2-throughput) run 520 weight_sync_throughput weight_sync.py --parts throughput --name weight_sync_qwen3-1.7b_throughput ;;
-  2-faults) run 530 bridge_faults bridge_faults.py --only layout port second nan trainer stop ;;
-  2-restarts) run 530 bridge_restarts bridge_faults.py --only worker restart --name bridge_restarts ;;
+  2-throughput) run 520 weight_sync_throughput bench/weight_sync.py --parts throughput --name weight_sync_qwen3-1.7b_throughput ;;
+  2-faults) run 530 bridge_faults tests/gpu/check_bridge_faults.py --only layout port second nan trainer stop ;;
+  2-restarts) run 530 bridge_restarts tests/gpu/check_bridge_faults.py --only worker restart --name bridge_restarts ;;
   2-14b)
-    run 250 single_copy_14b single_copy.py --shape qwen2.5-14b --tp 2 --name single_copy_qwen2.5-14b
+    run 250 single_copy_14b bench/single_copy.py --shape qwen2.5-14b --tp 2 --name single_copy_qwen2.5-14b
     # Direct alone: what an overlapped transfer stages would leave no room for the trainer of vLLM's engine on the same GPU.
-    run 270 weight_sync_14b_one_rank weight_sync.py --shape qwen2.5-14b --parts ceiling bridge engine --transfers direct \
+    run 270 weight_sync_14b_one_rank bench/weight_sync.py --shape qwen2.5-14b --parts ceiling bridge engine --transfers direct \
       --concurrency 64 --name weight_sync_qwen2.5-14b_one_rank
     ;;
   2-crossed)
-    run 330 weight_sync_14b_crossed weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed \
+    run 330 weight_sync_14b_crossed bench/weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed \
       --parts ceiling bridge --concurrency 64 --name weight_sync_qwen2.5-14b_crossed
-    run 190 bridge_faults_tp2 bridge_faults.py --tp 2 --only late --crossed --name bridge_faults_tp2
+    run 190 bridge_faults_tp2 tests/gpu/check_bridge_faults.py --tp 2 --only late --crossed --name bridge_faults_tp2
     ;;
   fleet-2)
-    run 340 fleet fleet.py --parts clients engine --interval 0.3
-    run 200 fleet_14b_crossed weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed --parts ceiling bridge \
+    run 340 fleet bench/fleet.py --parts clients engine --interval 0.3
+    run 200 fleet_14b_crossed bench/weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed --parts ceiling bridge \
       --concurrency 64 --interval 0.3 --name fleet_14b_crossed
     ;;
-  fleet-4) run 540 fleet_servers fleet.py --parts servers --updates 12 --interval 0.3 --concurrency 64 --name fleet_servers_gpu ;;
-  4) run 520 weight_sync_14b weight_sync.py --shape qwen2.5-14b --tp 2 --parts ceiling bridge engine --concurrency 64 ;;
+  fleet-4) run 540 fleet_servers bench/fleet.py --parts servers --updates 12 --interval 0.3 --concurrency 64 --name fleet_servers_gpu ;;
+  4) run 520 weight_sync_14b bench/weight_sync.py --shape qwen2.5-14b --tp 2 --parts ceiling bridge engine --concurrency 64 ;;
   4-ranks)
-    run 400 weight_sync_14b_ranks weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --parts bridge \
+    run 400 weight_sync_14b_ranks bench/weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --parts bridge \
       --concurrency 64 --name weight_sync_qwen2.5-14b_trainer_ranks
     ;;
   4-crossed)
-    run 450 weight_sync_14b_tp4 weight_sync.py --shape qwen2.5-14b --tp 4 --trainer-ranks 4 --crossed --parts ceiling bridge \
+    run 450 weight_sync_14b_tp4 bench/weight_sync.py --shape qwen2.5-14b --tp 4 --trainer-ranks 4 --crossed --parts ceiling bridge \
       --concurrency 64 --name weight_sync_qwen2.5-14b_tp4
     ;;
-  4-late) run 300 bridge_faults_tp2 bridge_faults.py --tp 2 --only late --name bridge_faults_tp2 ;;
-  gathering) run 300 gathering gathering.py ;;
-  deterministic) run 520 parity_matrix parity_matrix.py ;;
+  4-late) run 300 bridge_faults_tp2 tests/gpu/check_bridge_faults.py --tp 2 --only late --name bridge_faults_tp2 ;;
+  gathering) run 300 gathering bench/gathering.py ;;
+  deterministic) run 520 parity_matrix tests/gpu/check_parity_matrix.py ;;
   deterministic-cost)
-    run 330 deterministic_cost deterministic_cost.py
-    run 300 bi_on_off bi_on_off.py --jobs 6
+    run 330 deterministic_cost bench/deterministic_cost.py
+    run 300 bi_on_off studies/bitwise/on_off.py --jobs 6
     ;;
   exact)
     for mode in deterministic_single_copy deterministic_broadcast; do
-      { run 530 "$mode" training_modes.py --only "$mode" --steps 200 --repeat 2 --seconds 420 --name "exact_$mode"; exit "$status"; } &
+      { run 530 "$mode" tests/gpu/check_training_modes.py --only "$mode" --steps 200 --repeat 2 --seconds 420 --name "exact_$mode"; exit "$status"; } &
       parts+=("$!")
     done
     for part in "${parts[@]}"; do wait "$part" || status=1; done
     ;;
   resumed)
-    run 400 resumed training_modes.py --only deterministic_single_copy deterministic_broadcast --steps 40 --repeat 2 \
+    run 400 resumed tests/gpu/check_training_modes.py --only deterministic_single_copy deterministic_broadcast --steps 40 --repeat 2 \
       --kill-after 20 --name resumed
     ;;
   exact-on-ray)
-    run 290 async_exact async_exact.py
-    [[ $(nvidia-smi --list-gpus | wc -l) == 1 ]] || run 290 async_exact_broadcast async_exact.py --copies 2 --name async_exact_broadcast
+    run 290 async_exact tests/gpu/check_async_exact.py
+    [[ $(nvidia-smi --list-gpus | wc -l) == 1 ]] || run 290 async_exact_broadcast tests/gpu/check_async_exact.py --copies 2 --name async_exact_broadcast
     ;;
-  colocate) run 535 colocate colocate.py ;;
-  memory) run 530 memory_plan memory_plan.py ;;
-  optimizer) run 580 optimizer_choices optimizer_choices.py ;;
-  trainer-speed) run 500 trainer_speed trainer_speed.py --seconds 480 ;;
-  sampling-cost) run 420 generate_cost generate_cost.py --ramp 15 --seconds 15 ;;
-  whole-run) run 570 whole_run whole_run.py --seconds 550 ${QUESTIONS:+--questions "$QUESTIONS"} ;;
+  colocate) run 535 colocate bench/colocate.py ;;
+  memory) run 530 memory_plan bench/memory_plan.py ;;
+  optimizer) run 580 optimizer_choices bench/optimizer_choices.py ;;
+  trainer-speed) run 500 trainer_speed bench/trainer_speed.py --seconds 480 ;;
+  sampling-cost) run 420 generate_cost bench/generate_cost.py --ramp 15 --seconds 15 ;;
+  whole-run) run 570 whole_run bench/whole_run.py --seconds 550 ${QUESTIONS:+--questions "$QUESTIONS"} ;;
   learning)
     # As those were trained that are there already, or none of them could be kept.
-    run 575 learning learning.py --model "${MODEL:?the folder of bench/word_problems/make_model.py}" --seconds 550 \
+    run 575 learning studies/learning/trainings.py --model "${MODEL:?the folder of studies/word_problems/make_model.py}" --seconds 550 \
       --steps 100 --jobs 12 --mps --add-to bench/results/learning.json
     ;;
-  async) run 560 async_modes async_modes.py --steps 40 --sequences 256 --group 16 --in-flight 512 --seconds 90 \
+  async) run 560 async_modes bench/async_modes.py --steps 40 --sequences 256 --group 16 --in-flight 512 --seconds 90 \
     ${MODEL:+--model "$MODEL"} ${LR:+--lr "$LR"} ;;
   modes)
-    run 530 training_modes training_modes.py --eager --only single_copy lora broadcast_direct broadcast_overlapped restart \
+    run 530 training_modes tests/gpu/check_training_modes.py --eager --only single_copy lora broadcast_direct broadcast_overlapped restart \
       single_copy_tp2 broadcast_tp2_fsdp2 broadcast_two_servers broadcast_two_on_one_gpu parameter_server \
       parameter_server_one_gpu parameter_server_host_memory deterministic_single_copy deterministic_broadcast
     ;;
   ranks)
-    run 530 ranks training_modes.py --eager --steps 10 --name ranks --only single_copy_tp2 broadcast_fsdp2 chosen_tp2 \
+    run 530 ranks tests/gpu/check_training_modes.py --eager --steps 10 --name ranks --only single_copy_tp2 broadcast_fsdp2 chosen_tp2 \
       broadcast_float16 chosen_float16 lora_float16
     ;;
   fleet-faults)
@@ -160,7 +160,7 @@ case $kind in
     if [[ -z ${MODEL:-} ]]; then
       MODEL=$out/model
       mkdir -p "$MODEL"
-      timeout -k 25 600 "$python" -u -m bench.word_problems.make_model --output "$MODEL" > "$MODEL.log" 2>&1 &
+      timeout -k 25 600 "$python" -u -m studies.word_problems.make_model --output "$MODEL" > "$MODEL.log" 2>&1 &
       parts+=("$!")
     fi
     MODEL='' bench/gpu/run_all.sh exact "$out" || status=1
@@ -172,8 +172,8 @@ case $kind in
     done
     ;;
   cpu)
-    for script in weight_sync single_copy lora_swap bridge_faults fleet; do
-      run 600 "$script" "$script.py" --device cpu --tiny
+    for script in bench/weight_sync bench/single_copy bench/lora_swap tests/gpu/check_bridge_faults bench/fleet; do
+      run 600 "$(basename "$script")" "$script.py" --device cpu --tiny
     done
     ;;
   *)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench import lora_swap, parity_matrix, single_copy, weight_sync
+from bench import lora_swap, single_copy, weight_sync
 from bench.gpu.processes import BenchError
 from bench.gpu.runs import LoadedSitting
 from bench.gpu.trainer import BenchTrainer
+from tests.gpu import check_parity_matrix
 
 
 class Peer:
@@ -109,7 +110,7 @@ def test_the_parity_table_counts_deterministic_cells_alone() -> None:
         "max_difference": 0.0,
         "kl": 0.0,
     }
-    first, *_, control = parity_matrix.SERVERS
+    first, *_, control = check_parity_matrix.SERVERS
     data = {
         first: {
             "ready": {"vllm": 1.0},
@@ -118,5 +119,5 @@ def test_the_parity_table_counts_deterministic_cells_alone() -> None:
         }
     }
     data |= {control: {"single_copy": {"64 at a time": cell | {"mismatched": 4}}}}
-    assert parity_matrix.total(data) == {"tokens": 10, "mismatched": 0}
-    assert "control: mode off" in parity_matrix.report(data)
+    assert check_parity_matrix.total(data) == {"tokens": 10, "mismatched": 0}
+    assert "control: mode off" in check_parity_matrix.report(data)

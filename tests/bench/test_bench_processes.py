@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.faults import Outcome, note_absence
 from bench.gpu.processes import BenchError, Task, Worker, all_stopped, ended_by_sigterm
 from bench.gpu.runs import Results
 from example_trainer.child_processes.guard import parents
 from example_trainer.child_processes.readiness import wait_until
 from tests.conftest import ROOT
+from tests.gpu.bridge_fault_stage import Outcome, note_absence
 
 
 def test_a_worker_answers_fails_and_is_stopped(tmp_path: Path) -> None:

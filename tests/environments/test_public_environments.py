@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.their_environments.cases import CASES, NOT_RUN, Case
-from bench.their_environments.run import RESULTS, Bench, judged, started
+from tests.environments.public.cases import CASES, NOT_RUN, Case
+from tests.environments.public.run import RESULTS, Bench, judged, started
 
 pytestmark = pytest.mark.nightly
 

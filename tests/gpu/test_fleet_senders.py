@@ -2,7 +2,7 @@
 as without one.
 
 All servers are on the trainer's GPU. On another one they would be sent to one after the other, and
-a fault in the first one's update would find the second one before its own: bench/bridge_faults.py
+a fault in the first one's update would find the second one before its own: tests/gpu/check_bridge_faults.py
 does that to a real vLLM.
 """
 

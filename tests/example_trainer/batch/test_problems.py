@@ -111,18 +111,18 @@ def test_a_row_that_is_not_a_problem_is_skipped_and_named(
 
 
 def test_a_task_is_found_by_module_and_name() -> None:
-    task = find_task("bench.word_problems.problems:REWARDED")
+    task = find_task("studies.word_problems.problems:REWARDED")
     assert task.held_out is not None
     questions = {problem.question for problem in islice(task.training(0), 100)}
     assert not questions & {problem.question for problem in task.held_out(100)}
     assert next(find_task(None, digits=1).training(5)) == next(sums(5, 1))
     for name, message in (
         (
-            "bench.word_problems.problems:HARD",
+            "studies.word_problems.problems:HARD",
             "has no attribute 'HARD'; give a file, or module:name of a Task",
         ),
         ("bench.nowhere:REWARDED", "No module named 'bench.nowhere'"),
-        ("bench.word_problems.problems:tell", "is of type function; give a Task"),
+        ("studies.word_problems.problems:tell", "is of type function; give a Task"),
     ):
         with pytest.raises(ConfigError, match=message):
             find_task(name)

@@ -1,3 +1,0 @@
-"""Word problems of many steps, made on the fly, and a model that solves some of them: what
-bench/learning.py trains on.
-"""

@@ -1,0 +1,1 @@
+"""Trainings with deterministic mode on and off."""

@@ -1,0 +1,1 @@
+"""Trainings that compare methods, on word problems."""

@@ -1,0 +1,54 @@
+"""What counts as the same when two SDKs post the same answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.environments.public.compare import asked_differently, differences
+from tests.environments.public.model_standin import logprob, prompt_table, up_to_stop
+
+
+def group(**more: Any) -> dict[str, Any]:
+    return {
+        "tokens": [[1, 2], [3, 4]],
+        "masks": [[-100, 2], [-100, 4]],
+        "scores": [1.0, 0.0],
+    } | more
+
+
+def test_order_and_what_says_nothing_do_not_count() -> None:
+    turned = {name: list(reversed(rows)) for name, rows in group().items()}
+    assert (
+        differences(
+            [group(advantages=[], env_id=0)],
+            [turned | {"ref_logprobs": None, "idempotency_key": "k"}],
+        )
+        == []
+    )
+    assert differences([group(), turned], [turned]) == []
+
+
+def test_a_number_that_differs_is_named_with_its_place() -> None:
+    told = differences([group()], [group(scores=[1.0, 0.5])])
+    assert told[1:] == ["sequences[1].scores: public 0.0, ours 0.5"]
+    assert (
+        differences([group()], [])[0]
+        == "1 of 1 groups of the public SDK are not among the 0 of ours"
+    )
+    moved = group(scores=[0.0, 1.0])  # the rewards on the wrong tokens
+    assert len(differences([group()], [moved])) > 1
+
+
+def test_requests_are_compared_where_both_asked() -> None:
+    public = [{"prompt": "a", "temperature": 1.0}, {"prompt": "b", "n": 4}]
+    assert asked_differently(public, [{"prompt": "a", "temperature": 0.5}]) == [
+        "temperature: public 1.0, ours 0.5"
+    ]
+    assert asked_differently(public, public[:1]) == []
+
+
+def test_the_stand_in_answers_alike_in_every_process() -> None:
+    assert (logprob(5, 0), logprob(5, 1)) == (-0.59, -0.66)
+    assert list(prompt_table(7, 2, 2)) == ["7", "26", "27"]
+    assert up_to_stop("one. two. three", [". t", 5]) == "one. t"
+    assert up_to_stop("one", None) == "one"
