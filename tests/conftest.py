@@ -277,6 +277,15 @@ class Processes:
 
 
 @pytest.fixture
+def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the project's commands that a benchmark or a check starts, instead of executing them."""
+    from example_trainer.child_processes.processes import ManagedProcess
+    from tests.forked_commands import start_guard
+
+    monkeypatch.setattr(ManagedProcess, "start_guard", start_guard)
+
+
+@pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
     """Starts processes that end with the test."""
     started = Processes(tmp_path / "logs")
