@@ -72,13 +72,13 @@ from example_trainer.simple_defaults import (
 )
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.device_and_dtype import choose_device, choose_dtype
-from example_trainer.training.loop import Parts
 from example_trainer.training.loop import train as take_steps
 from example_trainer.training.model import decoder_maker, make_model, make_reference
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.quantised import quantisation
 from example_trainer.training.runs import PREFIX, new_run
 from example_trainer.training.step import make_objective
+from example_trainer.training.trainer import Trainer
 from example_trainer.weight_bridge.factory import make_bridge
 
 logger = logging.getLogger("example_trainer.simple_rl")
@@ -356,7 +356,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         stop.defer()  # an update of the server's weights must not be torn apart
         bridge.sync(0, optimizer.write_weights, optimizer.masters)
         take_steps(
-            Parts(
+            Trainer(
                 config=config,
                 stop=stop,
                 ranks=ranks,

@@ -41,7 +41,7 @@ ALLOWED = {
     "atroposlib/dashboard/web/auth.py": "the end of a sign-in, which is a time of day",
     "atroposlib/dashboard/live/hub.py": "the end of a sign-in, which is a time of day",
     "example_trainer/batch/local_sampler.py": SHOWN,
-    "example_trainer/grpo.py": "a weight epoch to ask for: the service and the folder make it unique",
+    "example_trainer/training/assembly.py": "a weight epoch to ask for: the service and the folder make it unique",
     "example_trainer/observe/exporter.py": SHOWN,
     "example_trainer/simple_rl.py": "a weight epoch, which the folder makes unique",
     "example_trainer/training/rank_plan.py": "a weight epoch that nothing gets: whether the run is complete",

@@ -266,6 +266,9 @@ class SampledBatches:
     ) -> None:
         """Nobody reads it."""
 
+    def end_run(self) -> None:
+        """No service follows the run."""
+
     @property
     def in_hand(self) -> None:
         """No service names its batches."""

@@ -211,11 +211,11 @@ class Batches:
             self._main.acknowledge(*self._held[0])
             del self._held[0]
 
-    def end_run(self, uuid: int | None = None) -> None:
+    def end_run(self) -> None:
         """See RolloutClient.end_run."""
         self._ranks.on_main(
             "telling the service that the run has ended",
-            lambda: self._main.end_run(uuid),
+            self._main.end_run,
             self._longest_call,
         )
 

@@ -5,6 +5,7 @@ checkpoints go.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from example_trainer.batch.client import TrainedBatch
@@ -58,6 +59,9 @@ class BatchSource(Protocol):
     def owes(self) -> bool:
         """Whether there are any, skipped ones included."""
 
+    def end_run(self) -> None:
+        """Report that the run has taken all its steps."""
+
 
 class CheckpointStore(Protocol):
     """Where what was learned is kept: checkpoints.Checkpoints, or nowhere."""
@@ -94,3 +98,6 @@ class CheckpointStore(Protocol):
 
     def wait(self) -> None:
         """Return when it is."""
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""

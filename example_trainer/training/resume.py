@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from example_trainer.batch.client import TrainedBatch
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.runs import (
@@ -45,7 +46,30 @@ class Start:
     @property
     def checkpoint(self) -> Path | None:
         """The folder of the checkpoint."""
-        return self.saved.path if self.saved else None
+        if self.saved is None:
+            return None
+        return self.saved.path
+
+    @property
+    def batch(self) -> TrainedBatch | None:
+        """The last batch in the weights."""
+        if self.saved is None:
+            return None
+        return self.saved.batch
+
+    @property
+    def learned(self) -> list[TrainedBatch]:
+        """Batches in the weights that the rollout service may not know of."""
+        if self.saved is None:
+            return []
+        return [batch for batch in (*self.saved.unacknowledged, self.saved.batch) if batch]
+
+    @property
+    def positions(self) -> dict[str, int] | None:
+        """Where the data of these weights goes on; None if that is unknown."""
+        if self.saved is None:
+            return {}
+        return self.saved.positions
 
 
 def agreed_start(

@@ -23,7 +23,7 @@ from example_trainer.batch.client import RolloutClient
 from example_trainer.command_line import parse_config
 from example_trainer.process import StopSignal
 from example_trainer.training import checkpoints as checkpointing
-from example_trainer.training import loop, step
+from example_trainer.training import step, trainer
 from example_trainer.training.runs import SavedStep, steps_in
 from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.test_grpo import made_up_group
@@ -167,7 +167,7 @@ class Trainers:
             for row in made_up_group(number)["tokens"]
         }
         take_step, register, logprobs = (
-            loop.guarded_step,
+            trainer.guarded_step,
             RolloutClient.register,
             step.response_logprobs,
         )
@@ -208,7 +208,7 @@ class Trainers:
             return self.faults.get(self._in_hand, lambda value: value)(chosen), entropy
 
         monkeypatch.setattr(step, "response_logprobs", logprobs_with_faults)
-        monkeypatch.setattr(loop, "guarded_step", take)
+        monkeypatch.setattr(trainer, "guarded_step", take)
         monkeypatch.setattr(RolloutClient, "register", register_and_note)
         around(NoBridge, "sync", after="synced")
         around(checkpointing.Checkpoints, "begin", after="begun")

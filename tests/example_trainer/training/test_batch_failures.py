@@ -17,7 +17,7 @@ import torch
 from example_trainer.batch.reader import BatchReader
 from example_trainer.errors import BatchError, BridgeError, ConfigError, NonFiniteError, RankError
 from example_trainer.process import StopRequested
-from example_trainer.training import loop
+from example_trainer.training import trainer
 from example_trainer.training.batch_failures import BatchFailures
 from example_trainer.weight_bridge.base import NoBridge
 from tests.conftest import Processes
@@ -40,7 +40,7 @@ def set_aside(url: str) -> list[dict[str, Any]]:
 
 def failing_on(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
     """Let the step on the batch of one group fail."""
-    take_step = loop.guarded_step
+    take_step = trainer.guarded_step
     bad = {tuple(row) for row in made_up_group(number)["tokens"]}
 
     def fail(model: Any, optimizer: Any, minibatches: Any, *rest: Any) -> Any:
@@ -49,7 +49,7 @@ def failing_on(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseExceptio
             raise error
         return take_step(model, optimizer, minibatches, *rest)
 
-    monkeypatch.setattr(loop, "guarded_step", fail)
+    monkeypatch.setattr(trainer, "guarded_step", fail)
 
 
 def test_a_nan_ends_two_trainers_and_the_third_goes_on_behind_its_batch(trainers: Trainers) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from example_trainer import grpo
 from example_trainer.batch.prefetch import Batches
 from example_trainer.batch.sampling import SamplerLogprobs
 from example_trainer.errors import ConfigError
 from example_trainer.observe.step_line import step_line
 from example_trainer.process import StopRequested
-from example_trainer.training.loop import make_upkeep
+from example_trainer.training import assembly
+from example_trainer.training.trainer import Trainer
 from example_trainer.weight_bridge.base import NoBridge, SyncReport
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
@@ -153,7 +153,7 @@ def test_a_server_that_was_restarted_is_asked_again_for_its_logprobs(
 
     monkeypatch.setattr(NoBridge, "sync", sync)
     monkeypatch.setattr(Batches, "heed", heed)
-    monkeypatch.setattr(grpo, "check_logprobs", lambda config, ranks, urls: asked.pop())
+    monkeypatch.setattr(assembly, "check_logprobs", lambda config, ranks, urls: asked.pop())
     trainers.post(*range(STEPS))
     assert trainers.train()
     assert heeded == [(0, ()), (2, ("http://one:9001",))]
@@ -185,11 +185,16 @@ def test_a_step_whose_weights_reach_nobody_before_the_end_has_its_row(
 
 def test_restarted_servers_are_asked_while_a_batch_is_waited_for() -> None:
     bridge, asked = NoBridge(), []
-    parts = SimpleNamespace(
-        bridge=bridge, joins=0, ask_servers=lambda: asked.append(bridge.joins), optimizer=SimpleNamespace(write_weights=None),
-        checkpoints=SimpleNamespace(written=lambda: True), batches=SimpleNamespace(release=lambda: None),
-    )  # fmt: skip
-    work = make_upkeep(parts).work  # type: ignore[arg-type]
+    trainer = Trainer.__new__(Trainer)
+    trainer.__dict__ |= {
+        "bridge": bridge,
+        "_joins": 0,
+        "ask_servers": lambda: asked.append(bridge.joins),
+        "optimizer": SimpleNamespace(write_weights=None),
+        "checkpoints": SimpleNamespace(written=lambda: True),
+        "batches": SimpleNamespace(release=lambda: None),
+    }
+    work = trainer.upkeep().work
     work()
     bridge.joins += 1
     work()

@@ -29,8 +29,8 @@ from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.command_line import parse_config
 from example_trainer.launcher import roles
 from example_trainer.process import StopSignal
+from example_trainer.training import assembly, trainer
 from example_trainer.training import checkpoints as checkpointing
-from example_trainer.training import loop
 from example_trainer.weight_bridge.base import NoBridge
 from tests.conftest import Processes
 from tests.example_trainer.in_process import Killed
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 STEPS, GROUP, GROUPS = 12, 4, 3
 POINTS = {
-    "stepped": (loop, "guarded_step", False),
+    "stepped": (trainer, "guarded_step", False),
     "registered": (RolloutClient, "register", False),
     "synced": (NoBridge, "sync", False),
     "begun": (checkpointing.Checkpoints, "begin", False),
@@ -252,7 +252,11 @@ class Run:
 
             monkeypatch.setattr(owner, name, watched)
 
-        make_bridge, sync, next_batch = grpo.make_bridge, NoBridge.sync, RolloutClient.next_batch
+        make_bridge, sync, next_batch = (
+            assembly.make_bridge,
+            NoBridge.sync,
+            RolloutClient.next_batch,
+        )
         epoch = [0]
 
         def make_and_note(*arguments: Any, weight_epoch: int, **options: Any) -> Any:
@@ -276,7 +280,7 @@ class Run:
             self.learned[batch.groups[0]["weight_versions"][0]] = rollouts
             return batch
 
-        monkeypatch.setattr(grpo, "make_bridge", make_and_note)
+        monkeypatch.setattr(assembly, "make_bridge", make_and_note)
         monkeypatch.setattr(NoBridge, "sync", serve)
         monkeypatch.setattr(RolloutClient, "next_batch", fetch)
         for point, (owner, name, before) in POINTS.items():
