@@ -121,7 +121,9 @@ class PackedBin:
 
     @cached_property
     def _sequences(self) -> Packing | None:
-        return Packing(self.counts.tolist(), self.tokens.device) if len(self.counts) else None
+        if not len(self.counts):
+            return None
+        return Packing(self.counts.tolist(), self.tokens.device)
 
     def device_tensors(self) -> list[Tensor]:
         """All that a pass reads on the device of the tokens, what the packings work out for it

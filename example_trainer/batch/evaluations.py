@@ -65,16 +65,17 @@ class Evaluation:
             KeyError, TypeError, ValueError, AttributeError, OverflowError: it is something else.
         """
         env_id, version, epoch = (
-            entry.get(name) for name in ("env_id", "weight_version", "weight_epoch")
+            None if entry.get(name) is None else int(entry[name])
+            for name in ("env_id", "weight_version", "weight_epoch")
         )
         return cls(
             int(entry["id"]),
             float(entry["time"]),
-            None if env_id is None else int(env_id),
+            env_id,
             str(entry["name"]),
-            None if version is None else int(version),
+            version,
             {str(name): value for name, value in entry["metrics"].items() if _is_number(value)},
-            None if epoch is None else int(epoch),
+            epoch,
         )
 
 
@@ -109,7 +110,7 @@ class EvaluationFeed:
         self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
         self._seen = set(seen)
         self._first_epoch = first_epoch
-        self._last = seen[-1] if seen else None  # key of the last one that the service told
+        self._last = next(reversed(seen), None)  # key of the last one that the service told
         self._arrived: queue.SimpleQueue[Evaluation] = queue.SimpleQueue()
         self._told: set[str] = set()  # kinds of failures that the log names
         self._changed = threading.Condition()

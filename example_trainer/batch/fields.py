@@ -146,6 +146,26 @@ def optional_ints(group: Mapping[str, Any], name: str, count: int) -> list[int |
         raise GroupError(f"{name} holds something that is no number ({error!s:.80})") from error
 
 
+def words(group: Mapping[str, Any], name: str, count: int) -> list[str | None]:
+    """Return one word for each sequence, None where there is none.
+
+    Raises:
+        GroupError: there are more or fewer.
+    """
+    values = per_sequence(group, name, count)
+    return [None if value is None else str(value) for value in values]
+
+
+def truths(group: Mapping[str, Any], name: str, count: int) -> list[bool | None]:
+    """Return true or false for each sequence, None where there is neither.
+
+    Raises:
+        GroupError: there are more or fewer.
+    """
+    values = per_sequence(group, name, count)
+    return [value if isinstance(value, bool) else None for value in values]
+
+
 def scores(group: Mapping[str, Any], count: int) -> list[float]:
     """The environment's reward of each sequence.
 

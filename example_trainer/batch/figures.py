@@ -130,13 +130,13 @@ def figures_of(
         response_length_p50=float(np.percentile(lengths, 50)),
         response_length_p95=float(np.percentile(lengths, 95)),
         response_length_max=int(lengths.max()),
-        truncated_share=reasons.count(LENGTH) / len(reasons) if reasons else None,
+        truncated_share=_mean([reason == LENGTH for reason in reasons]),
         sequences_too_long=batch.too_long,
         zero_advantage_share=sum(not sequence["advantages"].any() for sequence in trained)
         / len(trained),
         groups_invalid=len(batch.invalid),
-        age_mean=float(np.mean(ages)) if ages else None,
-        age_max=max(ages) if ages else None,
+        age_mean=_mean(ages),
+        age_max=max(ages, default=None),
         forwarded_tokens=sum(len(one.tokens) for one in bins),
         forwarded_targets=sum(len(one.targets) for one in bins),
         targets_with_logprobs=sum(int(one["rollout_logprobs"].isfinite().sum()) for one in bins),
@@ -145,10 +145,16 @@ def figures_of(
         attended_pairs=sum(one.packing().attended_pairs for one in bins),
         bins=len(bins),
         rewards=_means(batch, environments or {}, lambda sequence: sequence.score),
-        uses_mean=float(np.mean(uses)) if uses else None,
-        success_rate=float(np.mean(successes)) if successes else None,
+        uses_mean=_mean(uses),
+        success_rate=_mean(successes),
         success_rates=_means(batch, environments or {}, lambda sequence: sequence.success),
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return float(np.mean(values))
 
 
 def _means(

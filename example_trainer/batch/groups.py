@@ -10,7 +10,7 @@ positions. Above 0 it is a placeholder wherever it stands, and not taken for a l
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,7 +21,6 @@ from atroposlib.wire import TrainerSession
 from example_trainer.algorithm.advantages import Advantages, find_advantages
 from example_trainer.batch import fields
 from example_trainer.batch.ages import age
-from example_trainer.batch.damaged_answers import UnreadableGroup
 from example_trainer.batch.group_error import GroupError
 from example_trainer.batch.lengths import LENGTH, LengthRules
 from example_trainer.batch.sampling import Sampling, SamplingRules, sampling_of
@@ -203,7 +202,7 @@ def parse_batch(
     max_tokens: int,
     vocab_size: int,
     rules: Rules | None = None,
-    version: int | None = None,
+    version: int = sys.maxsize,
     lives: Sequence[TrainerSession] = (),
 ) -> Batch:
     """Check the groups of a batch, and work out advantages from the scores of all of them.
@@ -225,9 +224,7 @@ def parse_batch(
         NonFiniteError, ConfigError: the function for advantages is the user's, and fails.
     """
     batch, rules = Batch(), rules or Rules()
-    reader = _GroupReader(
-        batch, max_tokens, vocab_size, rules, sys.maxsize if version is None else version, lives
-    )
+    reader = _GroupReader(batch, max_tokens, vocab_size, rules, version, lives)
     parsed = []
     for number, group in enumerate(groups):
         try:
@@ -235,11 +232,14 @@ def parse_batch(
         except GroupError as error:
             batch.invalid.append(f"group {number}: {error}")
     scored = [group.scores for group in parsed if group.own is None and group.scores]
-    found = iter(rules.advantages(scored) if scored else [])
+    computed: Iterator[Sequence[float]] = iter(())
+    if scored:
+        computed = iter(rules.advantages(scored))
     for one in parsed:
-        batch.sequences += one.with_advantages(
-            next(found) if one.own is None and one.scores else ()
-        )
+        advantages: Sequence[float] = ()
+        if one.own is None and one.scores:
+            advantages = next(computed)
+        batch.sequences += one.with_advantages(advantages)
     return batch
 
 
@@ -266,8 +266,6 @@ class _GroupReader:
         Raises:
             GroupError: it is not valid, or must not be trained on.
         """
-        if isinstance(group, UnreadableGroup):
-            raise GroupError(group.reason)
         tokens = fields.rows(group, "tokens", np.int64)
         count = len(tokens)
         scores = fields.scores(group, count)
@@ -279,8 +277,8 @@ class _GroupReader:
         own = fields.own_advantages(group, [len(row) for row in tokens])
         zeroed = fields.zeroed(group, count, self.batch.ignored_overrides)
         params = fields.per_sequence(group, "sampling_params", count)
-        reasons = fields.per_sequence(group, "finish_reasons", count)
-        successes = fields.per_sequence(group, "successes", count)
+        reasons = fields.words(group, "finish_reasons", count)
+        successes = fields.truths(group, "successes", count)
         sequences, shaped, masked, unusable, narrowed, no_logprobs = [], [], [], [], set[str](), 0
         for i, row in enumerate(tokens):
             self._check_tokens(row, masks[i], i)
@@ -308,8 +306,8 @@ class _GroupReader:
                 weight_version=versions[i],
                 order=(number, i),
                 weight_epoch=epochs[i],
-                finish_reason=None if reasons[i] is None else str(reasons[i]),
-                success=successes[i] if isinstance(successes[i], bool) else None,
+                finish_reason=reasons[i],
+                success=successes[i],
                 env_id=_env_id(group),
                 sampled=len(sampled),
             )
@@ -367,9 +365,13 @@ class _GroupReader:
         if not self.rules.lengths.penalises or has_own or not len(places):
             return 0.0
         gaps = np.flatnonzero(np.diff(places) > 1)
-        begin = int(places[gaps[-1] + 1] if len(gaps) else places[0])
+        begin = int(places[0])
+        if len(gaps):
+            begin = int(places[gaps[-1] + 1])
         tokens = int(places[-1]) + 1 - begin
-        limit = self.max_tokens - begin if sampling.max_tokens is None else sampling.max_tokens
+        limit = sampling.max_tokens
+        if limit is None:
+            limit = self.max_tokens - begin
         if not self._is_masked(sequence):
             self.batch.least_limit = min(limit, self.batch.least_limit)
         return self.rules.lengths.penalty(tokens, limit)

@@ -16,7 +16,7 @@ not decide, content does.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -176,21 +176,20 @@ def pack_batch(
         if share_prefixes:
             bins = _bins_of_groups(chosen, tokens_per_bin, ranks)
         else:
-            bins = _fill(
-                [_Unit((rollout,), separate([rollout.tokens])) for rollout in chosen],
-                tokens_per_bin,
-                ranks,
-            )
-        shares = [
-            [_packed(one.units) if one.units else empty_bin() for one in share]
-            for share in _deal(bins, ranks)
-        ]
-        for at_once in zip(*shares, strict=True):
-            missing = any(one.unreferenced.any() for one in at_once)
-            for one in at_once:
-                one.reference_pass.fill_(int(missing))
-        packed.append(shares)
+            units = [_Unit((rollout,), separate([rollout.tokens])) for rollout in chosen]
+            bins = _fill(units, tokens_per_bin, ranks)
+        packed.append(_shares(bins, ranks))
     return packed
+
+
+def _shares(bins: Sequence[_Bin], ranks: int) -> list[list[PackedBin]]:
+    """Return the bins of each rank."""
+    shares = [[_packed(one.units) for one in share] for share in _deal(bins, ranks)]
+    for at_once in zip(*shares, strict=True):
+        missing = any(one.unreferenced.any() for one in at_once)
+        for one in at_once:
+            one.reference_pass.fill_(int(missing))
+    return shares
 
 
 def empty_bin() -> PackedBin:
@@ -342,7 +341,9 @@ def _deal(bins: Sequence[_Bin], ranks: int) -> list[list[_Bin]]:
     return dealt
 
 
-def _packed(units: Iterable[_Unit]) -> PackedBin:
+def _packed(units: Sequence[_Unit]) -> PackedBin:
+    if not units:
+        return empty_bin()
     tokens: list[npt.NDArray[np.int64]] = []
     parents: list[int] = []
     sources: list[npt.NDArray[np.int64]] = []

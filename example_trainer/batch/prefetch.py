@@ -204,7 +204,9 @@ class Batches:
     @property
     def in_hand(self) -> TrainedBatch | None:
         """The batch that `next` returned last, until it is acknowledged."""
-        return None if self._taken is None else self._taken.lease
+        if self._taken is None:
+            return None
+        return self._taken.lease
 
     def _tell_held(self) -> None:
         while self._held:
@@ -322,7 +324,9 @@ class Batches:
         """In the thread."""
         if self._client is None:
             received = self._channel.receive(lambda: self._preparing.closed)
-            return Prepared() if received is None else self._copies.begin(Prepared(), received)
+            if received is None:
+                return Prepared()
+            return self._copies.begin(Prepared(), received)
         fetched = self._client.next_batch(self._preparing.waited)
         made = Prepared(fetched.lease, fetched.queue_size)
         self._fetched = fetched.lease
@@ -337,11 +341,10 @@ class Batches:
 
     def close(self) -> None:
         """End the thread and the connection. What it fetched stays leased. Not collective."""
-        interrupt = self._client.interrupt if self._client is not None else lambda: None
+        interrupt, slow = _do_nothing, "another rank"
+        if self._client is not None:
+            interrupt, slow = self._client.interrupt, "the rollout service, or another rank,"
         if not self._preparing.close(interrupt, CLOSE_SECONDS):
-            slow = (
-                "another rank" if self._client is None else "the rollout service, or another rank,"
-            )
             logger.warning(
                 "What %s does for the next batch is given up after %.0f s", slow, CLOSE_SECONDS
             )
@@ -350,6 +353,10 @@ class Batches:
                 self._channel.leave()
         if self._client is not None:
             self._client.close()
+
+
+def _do_nothing() -> None:
+    return
 
 
 def make_batches(

@@ -95,7 +95,9 @@ class Preparing:
         as a step takes.
         """
         with self._changed:
-            return 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+            if self._waiting_since is None:
+                return 0.0
+            return time.monotonic() - self._waiting_since
 
     def close(self, interrupt: Callable[[], None], seconds: float) -> bool:
         """End the thread. Whether it has ended within so many seconds.
@@ -140,7 +142,9 @@ class Preparing:
         with self._changed:
             while not self._closed and self._wanted is None:
                 self._changed.wait(_LOOK_SECONDS)
-            return None if self._closed else self._wanted
+            if self._closed:
+                return None
+            return self._wanted
 
 
 class DeviceCopies:

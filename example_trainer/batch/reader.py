@@ -155,7 +155,9 @@ class BatchReader:
         batch = parse_batch(
             groups, config.seq_len, self._vocab_size, self._rules, version, self.lives
         )
-        self._tell(batch)
+        self._log_left_out(batch)
+        self._note_mistakes(batch)
+        self._note_sampling(batch)
         if not batch.trained_tokens:
             raise BatchError(
                 f"the batch from {config.atropos_url} holds nothing to train on: {self._why_empty(batch)}; "
@@ -176,15 +178,14 @@ class BatchReader:
         )
         return PackedBatch(batch, minibatches, self.lives, environments or {}, uses)
 
-    def _tell(self, batch: Batch) -> None:
+    def _log_left_out(self, batch: Batch) -> None:
+        """Log what this batch lost, each time."""
         for problem in batch.invalid:
             logger.warning("Left out of the batch: %s", problem)
         if batch.too_long:
-            how = (
-                "are masked: in the baseline, and not trained on"
-                if self.config.too_long == "mask"
-                else "are dropped"
-            )
+            how = "are dropped"
+            if self.config.too_long == "mask":
+                how = "are masked: in the baseline, and not trained on"
             logger.warning(
                 "%d sequences are longer than --seq-len %d and %s",
                 batch.too_long,
@@ -202,6 +203,9 @@ class BatchReader:
                 len(batch.unusable_spans),
                 batch.unusable_spans[0],
             )
+
+    def _note_mistakes(self, batch: Batch) -> None:
+        """Log once in a run what groups and options have that may be a mistake."""
         if batch.narrowed:
             self._say_once(
                 "narrowed",
@@ -226,14 +230,17 @@ class BatchReader:
                 f"{batch.unpenalised} of a batch's groups bring advantages of their own, which --truncated-answers penalise "
                 "leaves as they are",
             )
+
+    def _note_sampling(self, batch: Batch) -> None:
+        """Log once in a run what is unknown of how sequences were sampled."""
+        servers = self._rules.sampling.servers
         silent = sum("temperatures" not in sequence.fields for sequence in batch.sequences)
         if silent:
-            processed = self._rules.sampling.servers.processed
+            advice = "".join(MUST_BE_SAID % url for url in servers.processed[:1])
             self._say_once(
                 "silent",
                 f"{silent} of {len(batch.sequences)} sequences do not say at which temperature they were sampled; such are "
-                f"taken to be of --temperature {self.config.temperature:g}"
-                + (MUST_BE_SAID % processed[0] if processed else ""),
+                f"taken to be of --temperature {self.config.temperature:g}{advice}",
             )
         endless = sum(sequence.finish_reason is None for sequence in batch.sequences)
         if endless and self.config.truncated_answers == "mask":
@@ -242,10 +249,10 @@ class BatchReader:
                 f"{endless} of {len(batch.sequences)} sequences do not say why their sampling ended, so "
                 "--truncated-answers mask takes them for whole",
             )
-        if unknown := self._rules.sampling.servers.unknown:
+        if servers.unknown:
             rows = [sequence["temperatures"] for sequence in batch.sequences]
             if other := [float(row[row != 1.0][0]) for row in rows if (row != 1.0).any()]:
-                self._say_once("unknown", TAKEN_ON_TRUST % (unknown[0], other[0]))
+                self._say_once("unknown", TAKEN_ON_TRUST % (servers.unknown[0], other[0]))
 
     def _require_teacher(self, batch: Batch) -> None:
         share = untaught_share(batch.taught_tokens, batch.trained_tokens)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import threading
 import time
 from typing import Any
 
-import httpx
-
 from atroposlib.service_client import BlockingServiceClient, RejectedByService
-from example_trainer.batch.damaged_answers import salvage
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
-
-logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25
 """Longest time until an interruption is noticed."""
@@ -117,13 +111,3 @@ class ServiceConnection(BlockingServiceClient):
                 time.sleep(seconds)
 
         return self.request("POST", path, body, timeout=timeout, pause=wait)
-
-    def _object(self, call: str, response: httpx.Response) -> dict[str, Any]:
-        try:
-            return super()._object(call, response)
-        except RolloutServiceError:
-            answer = salvage(response.content)
-            if answer is None:
-                raise
-            logger.warning("%sanswered JSON that no strict reader takes", self._named(call))
-            return answer

@@ -114,10 +114,15 @@ def _rows(group: Mapping[str, Any], name: str, sequence: int, length: int) -> li
     """The field's lists for one sequence, one for each of its tokens."""
     values, tokens = group.get(name), group["tokens"]
     if not isinstance(values, list) or len(values) != len(tokens):
-        many = len(values) if isinstance(values, list) else "no"
-        raise GroupError(f"{name} has {many} entries, tokens has {len(tokens)} sequences")
+        raise GroupError(f"{name} has {_count(values)} entries, tokens has {len(tokens)} sequences")
     row = values[sequence]
     if not isinstance(row, list) or len(row) != length:
-        many = len(row) if isinstance(row, list) else "no"
-        raise GroupError(f"{name}[{sequence}] has {many} entries, tokens[{sequence}] has {length}")
+        count = _count(row)
+        raise GroupError(f"{name}[{sequence}] has {count} entries, tokens[{sequence}] has {length}")
     return row
+
+
+def _count(values: Any) -> int | str:
+    if not isinstance(values, list):
+        return "no"
+    return len(values)

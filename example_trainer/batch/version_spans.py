@@ -67,22 +67,22 @@ def _expand(
     """One version for each sampled token, from `[[version, tokens], …]` and, if it is there,
     `[epoch, …]`.
     """
-    versions, counts = (
-        zip(*((int(version), int(tokens)) for version, tokens in spans), strict=True)
-        if spans
-        else ((), ())
-    )
-    known = [None] * len(counts) if epochs is None else [int(epoch) for epoch in epochs]
-    if len(known) != len(counts):
+    pairs = [(int(version), int(tokens)) for version, tokens in spans]
+    versions, counts = [version for version, _ in pairs], [tokens for _, tokens in pairs]
+    span_epochs: list[int | None] = [None] * len(pairs)
+    if epochs is not None:
+        span_epochs = [int(epoch) for epoch in epochs]
+    if len(span_epochs) != len(counts):
         raise ValueError(
-            f"weight_epoch_spans has {len(known)} entries, weight_version_spans has {len(counts)}"
+            f"weight_epoch_spans has {len(span_epochs)} entries, "
+            f"weight_version_spans has {len(counts)}"
         )
     if min(counts, default=0) < 0 or sum(counts) != sampled:
         raise ValueError(
-            f"weight_version_spans {list(counts)} do not add up to its {sampled} trained tokens"
+            f"weight_version_spans {counts} do not add up to its {sampled} trained tokens"
         )
     line = [
         version_on_line(version, epoch, present, lives)
-        for version, epoch in zip(versions, known, strict=True)
+        for version, epoch in zip(versions, span_epochs, strict=True)
     ]
     return np.repeat(np.array(line, dtype=np.int64), counts)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from atroposlib.service.group_reader import read_groups
 from atroposlib.service.schemas import InvalidRequestError
 from atroposlib.wire import LARGEST_SCORE, wrong_shape
-from example_trainer.batch.damaged_answers import UnreadableGroup, salvage
 from example_trainer.batch.groups import Rules, parse_batch
 
 VOCABULARY = 2**31
@@ -107,66 +106,11 @@ def test_what_the_service_accepts_the_trainer_trains_on(fields: list[tuple[str, 
         orjson.dumps(refusal.errors)  # the answer can be sent
         return
     group = orjson.loads(draft.body)
-    assert salvage(b'{"batch":[' + draft.body + b'],"batch_id":1}') is not None
     batch = parse_batch([group], 100, VOCABULARY, Rules(reference="optional"), 0)
     assert not batch.invalid
     for sequence in batch.sequences:
         assert np.isfinite(sequence["advantages"]).all()
         assert np.isfinite(np.square(sequence["advantages"])).all()
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.lists(FIELDS, max_size=3), min_size=1, max_size=3))
-def test_a_batch_that_an_older_service_stored_never_ends_the_trainer(
-    groups: list[list[tuple[str, str]]],
-) -> None:
-    content = (
-        b'{"batch":['
-        + b",".join(map(posted, groups))
-        + b'],"batch_id":7,"environments":{"0":"\\"batch_id\\":9"}}'
-    )
-    try:
-        answer: Any = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        answer = salvage(content)
-    assert answer is not None
-    assert answer["batch_id"] == 7
-    batch = parse_batch(answer["batch"], 100, VOCABULARY, Rules(reference="optional"), 0)
-    assert (
-        len(batch.sequences) == 2 * (len(groups) - len(batch.invalid)) or len(answer["batch"]) == 1
-    )
-    assert all(np.isfinite(sequence["advantages"]).all() for sequence in batch.sequences)
-
-
-def test_a_group_that_cannot_be_read_is_named_and_the_others_are_kept() -> None:
-    poisoned = posted([("answer", '{"a":[0,' + "9" * 400 + "]}")])
-    answer = salvage(b'{"batch":[' + posted([]) + b"," + poisoned + b'],"batch_id":3}')
-    assert answer is not None
-    assert isinstance(answer["batch"][1], UnreadableGroup)
-    batch = parse_batch(answer["batch"], 100, VOCABULARY)
-    assert len(batch.sequences) == 2
-    (problem,) = batch.invalid
-    assert problem.startswith(
-        "group 1: answer.a[1] is 99999999999999999999… (400 characters), which is neither"
-    ), problem
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"<html>", b'{"batch":[{"a":1},', b"[1e400]", b'{"batch":null,"x":1e400}']
-)
-def test_an_answer_that_is_no_batch_is_none(content: bytes) -> None:
-    assert salvage(content) is None
-
-
-def test_a_batch_that_is_no_json_keeps_its_number() -> None:
-    answer = salvage(
-        b'{"batch":[' + b"[" * 200_000 + b"]" * 200_000 + b'],"batch_id":12,"environments":{}}'
-    )
-    assert answer is not None
-    assert answer["batch_id"] == 12
-    batch = parse_batch(answer["batch"], 100, VOCABULARY)
-    assert not batch.sequences
-    assert "the whole batch is no JSON" in batch.invalid[0]
 
 
 @pytest.mark.parametrize(

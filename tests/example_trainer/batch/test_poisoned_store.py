@@ -4,7 +4,6 @@ and no trainer ends.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import zlib
 from collections.abc import Callable
@@ -15,10 +14,8 @@ import httpx
 import pytest
 
 from example_trainer.batch.client import RolloutClient
-from example_trainer.batch.groups import parse_batch
 from tests.conftest import Processes
 from tests.example_trainer.batch.registration import REGISTRATION, group
-from tests.example_trainer.batch.scripted import Scripted
 
 pytestmark = pytest.mark.nightly
 
@@ -76,17 +73,3 @@ def test_no_trainer_ends_and_the_reference_stage_goes_on(
     assert 7 not in [one["tokens"][0][1] for one in leased.json()["groups"]]
     dropped = httpx.get(f"{url}/stats", timeout=60).json()["dropped"]
     assert sum(row["groups"] for row in dropped if row["reason"] == "damaged") == 2
-
-
-def test_an_older_service_hands_out_what_cannot_be_read_and_the_trainer_goes_on(
-    scripted: Callable[..., Scripted], client_of: Callable[..., RolloutClient]
-) -> None:
-    bodies = [json.dumps(group(5)), json.dumps(group(6))[:-1] + POISON.decode()]
-    client = client_of(scripted({"/batch": [f'{{"batch":[{",".join(bodies)}],"batch_id":3}}']}).url)
-    client.register(REGISTRATION)
-    batch = client.next_batch()
-    assert batch.lease is not None
-    assert batch.lease.id == 3
-    parsed = parse_batch(batch.groups, 64, 1000)
-    assert len(parsed.sequences) == 2
-    assert parsed.invalid[0].startswith("group 1: answer is 99999999999999999999… (400 characters)")
