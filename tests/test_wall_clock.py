@@ -29,7 +29,6 @@ ALLOWED = {
     "atroposlib/compat/evaluation.py": SHOWN,
     "atroposlib/inference/managed_server.py": ANSWER,
     "atroposlib/inference/proxy.py": SHOWN,
-    "atroposlib/inference/server_harness.py": ANSWER,
     "atroposlib/inference/trl_vllm_server.py": ANSWER,
     "atroposlib/dashboard/live/servers.py": SHOWN,
     "atroposlib/dashboard/live/monitor.py": SHOWN,
