@@ -6,7 +6,7 @@ Each route reads its request, makes one call on the service, and returns the ans
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 
@@ -65,11 +65,16 @@ def make_app(
         await service.close()
 
     title = "Lockstep rollout service"
-    app = FastAPI(title=title, version="0.1.0", lifespan=lifespan, responses=routes.REFUSALS)
+    app = FastAPI(
+        title=title,
+        version="0.1.0",
+        lifespan=lifespan,
+        responses=routes.REFUSALS,
+        exception_handlers=dict.fromkeys(REFUSALS, refuse),
+    )
     service.require_key(limits.access.api_key is not None)
     app.add_middleware(RequestLimitsMiddleware, limits=limits, answered=service.metrics.answered)
     app.state.service, app.state.reader = service, reader
-    add_error_handlers(app)
     app.include_router(routes.router)
     if page is not None:
         app.router.routes.append(page.route)
@@ -77,40 +82,30 @@ def make_app(
     return app
 
 
-REFUSALS: list[tuple[type[Exception], int, str | None]] = [
-    (QueueFullError, 429, "1"),
-    (RegistryFullError, 429, "60"),
-    (FleetFullError, 429, "60"),
-    (TooManyPublishersError, 429, "60"),
-    (StoreError, 507, "5"),
-    (ReaderError, 503, "1"),
-    (TooComplexError, 413, None),
-    (UnknownEnvironmentError, 404, None),
-    (UnknownBatchError, 404, None),
-    (UnknownServerError, 404, None),
-    (SupersededError, 409, None),
-    (NotRegisteredError, 409, None),
-    (OtherModelError, 409, None),
-]
-"""Error of the layers below, status of the answer, and seconds of its Retry-After."""
+REFUSALS: dict[type[Exception], tuple[int, dict[str, str]]] = {
+    QueueFullError: (429, {"Retry-After": "1"}),
+    RegistryFullError: (429, {"Retry-After": "60"}),
+    FleetFullError: (429, {"Retry-After": "60"}),
+    TooManyPublishersError: (429, {"Retry-After": "60"}),
+    StoreError: (507, {"Retry-After": "5"}),
+    ReaderError: (503, {"Retry-After": "1"}),
+    TooComplexError: (413, {}),
+    UnknownEnvironmentError: (404, {}),
+    UnknownBatchError: (404, {}),
+    UnknownServerError: (404, {}),
+    SupersededError: (409, {}),
+    NotRegisteredError: (409, {}),
+    OtherModelError: (409, {}),
+    InvalidRequestError: (422, {}),
+}
+"""Error of the layers below -> status of the answer, and its headers."""
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Answer each refusal of the layers below with its status and message."""
-
-    @app.exception_handler(InvalidRequestError)
-    async def _(_: Request, error: InvalidRequestError) -> Response:
+async def refuse(_: Request, error: Exception) -> Response:
+    """Answer a refusal of the layers below with its status and message."""
+    if isinstance(error, InvalidRequestError):
         return routes.refuse(422, error.errors)
-
-    def handler(
-        status: int, seconds: str | None
-    ) -> Callable[[Request, Exception], Awaitable[Response]]:
-        async def handle(_: Request, error: Exception) -> Response:
-            if isinstance(error, ReaderError | TooComplexError):
-                logger.error("%s", error)
-            return routes.refuse(status, str(error), {"Retry-After": seconds} if seconds else None)
-
-        return handle
-
-    for kind, status, seconds in REFUSALS:
-        app.add_exception_handler(kind, handler(status, seconds))
+    if isinstance(error, ReaderError | TooComplexError):
+        logger.error("%s", error)
+    status, headers = next(REFUSALS[kind] for kind in type(error).__mro__ if kind in REFUSALS)
+    return routes.refuse(status, str(error), headers)
