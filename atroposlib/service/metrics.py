@@ -180,11 +180,12 @@ SPACE_GAUGES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
 """For a store on a disk; see `PostSpace.figures`."""
 
 
-class Metrics:
-    """One registry per service.
+class Metrics(Collector):
+    """One registry per service. The totals of the queue, and the space of the store's disk as it was
+    last measured, are read when Prometheus asks.
 
     Args:
-        queue: returns the current queue, whose totals are read when Prometheus asks.
+        queue: returns the current queue.
         post_space: knows the space of the store's disk.
     """
 
@@ -227,8 +228,8 @@ class Metrics:
             buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
             registry=self.registry,
         )
-        self.registry.register(_State(queue, post_space))
-        self._queue = queue
+        self._queue, self._post_space = queue, post_space
+        self.registry.register(self)
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request."""
@@ -251,15 +252,6 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition format of Prometheus."""
         return generate_latest(self.registry)
-
-
-class _State(Collector):
-    """Reads the queue, and the space of the store's disk as it was last measured, when Prometheus
-    asks.
-    """
-
-    def __init__(self, queue: Callable[[], RolloutQueue], post_space: PostSpace) -> None:
-        self._queue, self._post_space = queue, post_space
 
     def collect(self) -> Iterator[Metric]:
         """Yield the totals as they are now. A store in memory has no disk."""

@@ -160,8 +160,7 @@ class RolloutQueue:
     def take_changes(self) -> Changes:
         """Return the changes since the last call."""
         changes, self.changes = self.changes, Changes()
-        changes.environments = self.registry.take_changed()
-        changes.environments_removed = self.registry.take_forgotten()
+        changes.environments, changes.environments_removed = self.registry.take_changed()
         changes.evaluations, changes.evaluations_removed = self.evaluations.take_changed()
         if self._state_changed:
             self._state_changed = False
@@ -1016,9 +1015,15 @@ class RolloutQueue:
         }
         groups, reason = self._choose(registration, reservations)
         if groups is None:
-            self.waiting = "; ".join(
-                filter(None, [reason, *self._why_unfillable(), *self._why_empty(registration, now)])
-            )
+            unfillable = self.unfillable()
+            stuck = [
+                describe_unfillable(
+                    self.registry.by_id[line], unfillable.sizes(line), registration.batch_size
+                )
+                for line in unfillable.lines()
+            ]
+            reasons = [reason, *stuck, *self._why_empty(registration, now)]
+            self.waiting = "; ".join(filter(None, reasons))
             return None
         self.waiting, self.refusals = None, Refusals()
         served: Counter[int] = Counter()
@@ -1059,14 +1064,6 @@ class RolloutQueue:
             if staleness is None or replay.policy != "fifo"
             else (staleness + 1) * registration.batch_size,
         )
-
-    def _why_unfillable(self) -> list[str]:
-        """Return a sentence for each environment with unfillable groups."""
-        unfillable, batch_size = self.unfillable(), self.require_trainer(None).batch_size
-        return [
-            describe_unfillable(self.registry.by_id[line], unfillable.sizes(line), batch_size)
-            for line in unfillable.lines()
-        ]
 
     def _why_empty(self, registration: Registration, now: float) -> list[str | None]:
         """Describe the processes that delay the next batch."""

@@ -56,16 +56,13 @@ class Registry:
         self._dirty: set[int] = set()
         self._forgotten: list[int] = []
 
-    def take_changed(self) -> list[dict[str, Any]]:
-        """Return the records that changed since the last call."""
-        records = [asdict(self.by_id[env_id]) for env_id in sorted(self._dirty)]
-        self._dirty.clear()
-        return records
-
-    def take_forgotten(self) -> list[int]:
-        """Return the environments that were forgotten since the last call."""
-        forgotten, self._forgotten = self._forgotten, []
-        return forgotten
+    def take_changed(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the records that changed, and the environments that were forgotten, since the last
+        call.
+        """
+        changed = [asdict(self.by_id[env_id]) for env_id in sorted(self._dirty)], self._forgotten
+        self._dirty, self._forgotten = set(), []
+        return changed
 
     def restore(
         self,
@@ -348,8 +345,7 @@ def why_starved(registry: Registry, first_of_run: int, refusals: Refusals, now: 
 
 
 def _silence(one: Environment, registry: Registry, now: float) -> str:
-    process = registry.processes.get(one.env_id)
-    where = f" ({process})" if process else ""
+    where = f" ({registry.processes[one.env_id]})" if one.env_id in registry.processes else ""
     return f"{one.wandb_name} has sent nothing for {registry.seconds_silent(one, now):.0f} s{where}"
 
 

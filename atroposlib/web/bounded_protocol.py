@@ -14,7 +14,6 @@ import socket
 import struct
 import termios
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -34,40 +33,20 @@ an address."""
 
 
 class Crowd(Generic[C]):
-    """Connections by address.
-
-    Adding, removing, and finding the address with the most take the same time for any number.
-    """
+    """Connections by address. Adding and removing take the same time for any number."""
 
     def __init__(self) -> None:
-        self.by_address: dict[str, OrderedDict[C, None]] = {}
-        self._by_count: dict[int, OrderedDict[str, None]] = {}
-        self._most = 0
+        self.by_address: dict[str, dict[C, None]] = {}
 
     def add(self, connection: C, address: str) -> None:
         """Add a connection; it is the youngest of its address."""
-        of_address = self.by_address.setdefault(address, OrderedDict())
-        of_address[connection] = None
-        self._move(address, len(of_address) - 1, len(of_address))
+        self.by_address.setdefault(address, {})[connection] = None
 
     def remove(self, connection: C, address: str) -> None:
         """Remove a connection."""
-        of_address = self.by_address[address]
-        del of_address[connection]
-        self._move(address, len(of_address) + 1, len(of_address))
-        if not of_address:
+        del self.by_address[address][connection]
+        if not self.by_address[address]:
             del self.by_address[address]
-
-    def _move(self, address: str, before: int, after: int) -> None:
-        if before:
-            del self._by_count[before][address]
-            if not self._by_count[before]:
-                del self._by_count[before]
-        if after:
-            self._by_count.setdefault(after, OrderedDict())[address] = None
-        self._most = max(self._most, after)
-        while self._most and self._most not in self._by_count:
-            self._most -= 1
 
     def count(self, address: str) -> int:
         """Return how many connections this address has."""
@@ -75,7 +54,7 @@ class Crowd(Generic[C]):
 
     def largest(self) -> str:
         """Return the address with the most connections; empty if there is no connection."""
-        return next(iter(self._by_count.get(self._most, ())), "")
+        return max(self.by_address, key=self.count, default="")
 
     def oldest(self, address: str) -> Iterator[C]:
         """Return the connections of an address, the oldest first."""
