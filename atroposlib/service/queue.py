@@ -890,15 +890,9 @@ class RolloutQueue:
         """Move groups into or out of the reference queue, as a trainer that has just registered
         needs it.
         """
+        moving = self._take_where(self._wants_reference)
         if not self.takes_references():
             moving = self.reference.remove_where(lambda group: True)
-        else:
-            moving = self.lines.remove_where(self._wants_reference)
-            for env_id, buffer in self.buffers.items():
-                moving += [group for group in buffer if self._wants_reference(group)]
-                self.buffers[env_id] = [
-                    group for group in buffer if not self._wants_reference(group)
-                ]
         self._move(moving, self._place_of)
 
     # ---- groups that no batch can hold ----
@@ -1161,10 +1155,11 @@ class RolloutQueue:
                 f"batch {batch_id} was never handed out (the last one was {self.next_batch_id - 1}); "
                 "acknowledge the batch_id that came with GET /batch"
             )
-        if batch_id is None:
-            done = [lease for lease in self.leases.values() if not lease.returned]
-        else:
-            done = [self.leases[batch_id]] if batch_id in self.leases else []
+        done = [
+            lease
+            for lease in self.leases.values()
+            if lease.batch_id == batch_id or (batch_id is None and not lease.returned)
+        ]
         reached = self.sampling_version()
         new = [
             lease for lease in done if not lease.returned and lease.batch_id > self.learned_up_to
@@ -1372,16 +1367,21 @@ class RolloutQueue:
 
     def _drop_where(self, unwanted: Callable[[Group], bool], reason: str) -> int:
         """Drop the unwanted groups among those that wait. Return how many."""
-        gone = self.lines.remove_where(unwanted) + self.reference.remove_where(unwanted)
-        for env_id, buffer in self.buffers.items():
-            gone += [group for group in buffer if unwanted(group)]
-            self.buffers[env_id] = [group for group in buffer if not unwanted(group)]
+        gone = self._take_where(unwanted) + self.reference.remove_where(unwanted)
         self._forget(gone)
         for group in gone:
             self._count_drop(
                 "stale_after_use" if group.uses and reason == "stale" else reason, group.longest
             )
         return len(gone)
+
+    def _take_where(self, unwanted: Callable[[Group], bool]) -> list[Group]:
+        """Take the unwanted groups out of lines and buffers, and return them."""
+        gone = self.lines.remove_where(unwanted)
+        for env_id, buffer in self.buffers.items():
+            gone += [group for group in buffer if unwanted(group)]
+            self.buffers[env_id] = [group for group in buffer if not unwanted(group)]
+        return gone
 
     def _count_drop(self, reason: str, longest: int) -> None:
         self.drops[reason, length_bucket(longest)] += 1

@@ -576,23 +576,6 @@ SHOWN = ("tokens", "masks", "sampling_params")
 GONE = "it no longer waits for a reference: it was dropped, another run has begun, or it was answered long ago"
 
 
-@router.post("/reference/lease", **takes(LeaseReferences))
-async def lease(request: Request, service: Service) -> Response:
-    """Groups that wait for reference logprobs, for a worker that computes them; none if there are
-    none now.
-    """
-    return answer(await lend(service, read(LeaseReferences, await request.body())))
-
-
-@router.post("/reference/done", **takes(ReferencesDone))
-async def done(request: Request, service: Service) -> Response:
-    """Reference logprobs of groups.
-
-    The first answer for a group is taken; sending it again does no harm.
-    """
-    return answer(await take(service, read(ReferencesDone, await request.body())))
-
-
 @router.get("/reference")
 async def reference(service: Service) -> Response:
     """Groups that wait for reference logprobs, and the workers."""
@@ -625,17 +608,21 @@ def _status(queue: RolloutQueue, now: float) -> dict[str, Any]:
     }
 
 
-async def lend(service: RolloutService, lease: LeaseReferences) -> dict[str, Any]:
-    """The answer to a worker that asks for groups."""
-    if lease.worker not in service.queue.reference.workers:
-        logger.info("reference worker %s asks for groups, with model %s", lease.worker, lease.model)
+@router.post("/reference/lease", **takes(LeaseReferences))
+async def lease(request: Request, service: Service) -> Response:
+    """Groups that wait for reference logprobs, for a worker that computes them; none if there are
+    none now.
+    """
+    loan = read(LeaseReferences, await request.body())
+    if loan.worker not in service.queue.reference.workers:
+        logger.info("reference worker %s asks for groups, with model %s", loan.worker, loan.model)
     now = service.clock()
 
     def take_out(queue: RolloutQueue) -> list[int]:
         return [
             group.seq
             for group in queue.lend_references(
-                lease.worker, lease.model, lease.max_tokens, lease.seconds, now
+                loan.worker, loan.model, loan.max_tokens, loan.seconds, now
             )
         ]
 
@@ -644,7 +631,7 @@ async def lend(service: RolloutService, lease: LeaseReferences) -> dict[str, Any
         seqs := await service.run(take_out)
     ):  # until what the disk has damaged is out of the way
         bodies = await _bodies(service, seqs)
-        shown = await asyncio.to_thread(_shown, bodies, lease.model)
+        shown = await asyncio.to_thread(_shown, bodies, loan.model)
         loans = service.queue.reference.loans
         for seq, group in zip(bodies, shown, strict=True):
             if seq in loans:
@@ -663,7 +650,7 @@ async def lend(service: RolloutService, lease: LeaseReferences) -> dict[str, Any
         content["reason"] = (
             "the trainer takes no ref_logprobs from workers (--ref-logprobs-from-workers)"
         )
-    return content
+    return answer(content)
 
 
 def _shown(bodies: Mapping[int, bytes], model: str) -> list[dict[str, Any]]:
@@ -681,28 +668,33 @@ def number_of(seq: int, body: bytes, model: str) -> int:
     return seq << CHECK_BITS | check & (1 << CHECK_BITS) - 1
 
 
-async def take(service: RolloutService, posted: ReferencesDone) -> dict[str, Any]:
-    """The answer to a worker that has computed the reference logprobs of groups."""
+@router.post("/reference/done", **takes(ReferencesDone))
+async def done(request: Request, service: Service) -> Response:
+    """Reference logprobs of groups.
+
+    The first answer for a group is taken; sending it again does no harm.
+    """
+    posted = read(ReferencesDone, await request.body())
     now, queue, stage = service.clock(), service.queue, service.queue.reference
     model = (queue.registration.reference_model if queue.registration else None) or ""
     answers = {group.id >> CHECK_BITS: group for group in posted.groups}
     bodies = await _bodies(service, [seq for seq in answers if seq in stage.waiting])
     lengths = {seq: loan.lengths for seq, loan in stage.loans.items() if seq in bodies}
-    read = await asyncio.to_thread(
+    checked = await asyncio.to_thread(
         lambda: {
             seq: _answered(seq, body, model, answers[seq], lengths.get(seq))
             for seq, body in bodies.items()
         }
     )
-    right = {seq: body for seq, body in read.items() if not isinstance(body, str)}
+    right = {seq: body for seq, body in checked.items() if not isinstance(body, str)}
     await service.run(lambda queue: queue.take_references(posted.worker, right, now))
     accepted, refused = [], []
     stage = service.queue.reference
     for seq, group in answers.items():
-        wrong = read.get(seq, GONE)
-        if not isinstance(wrong, str) or (seq not in read and stage.was_answered(seq)):
+        wrong = checked.get(seq, GONE)
+        if not isinstance(wrong, str) or (seq not in checked and stage.was_answered(seq)):
             accepted.append(group.id)
-            if group.unusable is not None and seq in read:
+            if group.unusable is not None and seq in checked:
                 logger.warning(
                     "reference worker %s can do nothing with group %d: %s",
                     posted.worker,
@@ -711,7 +703,7 @@ async def take(service: RolloutService, posted: ReferencesDone) -> dict[str, Any
                 )
             continue
         refused.append({"id": group.id, "reason": wrong})
-        if seq in read:
+        if seq in checked:
             stage.take_back(seq)
             logger.warning(
                 "refused what reference worker %s answered for group %d: %s",
@@ -719,7 +711,7 @@ async def take(service: RolloutService, posted: ReferencesDone) -> dict[str, Any
                 seq,
                 wrong,
             )
-    return {"accepted": accepted, "refused": refused}
+    return answer({"accepted": accepted, "refused": refused})
 
 
 def _answered(
