@@ -217,10 +217,6 @@ class ReferenceQueue(WaitingGroups):
                 break
         return chosen
 
-    def take_back(self, seq: int) -> None:
-        """End the loan of a group, so that the next worker can have it."""
-        self.loans.pop(seq, None)
-
     def answer(self, name: str, group: Group, computed: bool, now: float) -> None:
         """Take a worker's answer for a group. `computed` is False if there can be no reference."""
         self.remove(group)
@@ -382,12 +378,6 @@ class Unfillable:
     def sequences(self, line: int) -> int:
         """Return the sequences of an environment's unfillable groups that were never learned from."""
         return sum(size * count for size, count in self.sizes(line).items())
-
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield each environment with each size of its unfillable groups."""
-        for line in self.lines():
-            for size in self.sizes(line):
-                yield line, size
 
 
 class PostedSizes:

@@ -910,16 +910,13 @@ class RolloutQueue:
         unfillable = self.posted_sizes.unfillable(
             batch_size, self.registry.by_id, self.lines, self.buffers, elsewhere
         )
-        for line, size in unfillable.pairs():
-            if (line, size, batch_size) not in self._named_unfillable and len(
-                self._named_unfillable
-            ) < MAX_NEWS:
-                self._named_unfillable.add((line, size, batch_size))
-                self.news.append(
-                    describe_unfillable(
-                        self.registry.by_id[line], unfillable.sizes(line), batch_size
-                    )
-                )
+        for line in unfillable.lines():
+            sizes = unfillable.sizes(line)
+            unnamed = {(line, size, batch_size) for size in sizes} - self._named_unfillable
+            if unnamed and len(self._named_unfillable) < MAX_NEWS:
+                self._named_unfillable |= unnamed
+                text = describe_unfillable(self.registry.by_id[line], sizes, batch_size)
+                self.news.append(text)
         return unfillable
 
     def _unfillable_groups(self) -> list[Group]:

@@ -704,7 +704,7 @@ async def done(request: Request, service: Service) -> Response:
             continue
         refused.append({"id": group.id, "reason": wrong})
         if seq in checked:
-            stage.take_back(seq)
+            stage.loans.pop(seq, None)  # the next worker can have it
             logger.warning(
                 "refused what reference worker %s answered for group %d: %s",
                 posted.worker,

@@ -158,8 +158,6 @@ def _read_url(text: str, example: str, longest: int, shown: str = "") -> SplitRe
         )
     if not host:
         raise ValueError(f"{quoted} names no host; {example}")
-    if host.startswith(".") or ".." in host:
-        raise ValueError(f"{quoted} is no address (a part of the host's name is empty); {example}")
     if port == 0 or parts.netloc.endswith(":"):
         raise ValueError(f"{quoted} names no port; {example}")
     if parts.query or parts.fragment or text.endswith(("?", "#")):

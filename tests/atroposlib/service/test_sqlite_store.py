@@ -260,7 +260,8 @@ def test_a_body_that_sqlite_cannot_follow_does_not_keep_its_group_from_being_dro
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from atroposlib.service.records import Changes, Group
+from atroposlib.service.records import Group
+from atroposlib.service.store import Changes
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import StoreError
 store = SqliteStore(Path(sys.argv[1]))
