@@ -1,9 +1,15 @@
-"""The files of bench/results/ to look values up in, each of which has a commit and a date."""
+"""Look up values in bench/results/, each of which has a commit and a date, and render them.
+
+The one renderer of the documents' figures: templates whose placeholders name places in the files.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +58,61 @@ class Book:
         return value
 
     def maybe(self, file: str, path: str) -> float | None:
-        """As `number`; None where the file has nothing there."""
+        """Return the number at `path`; None where the file has nothing there."""
         try:
             self.get(file, path)
         except FigureError:
             return None
         return self.number(file, path)
+
+    def values(self, file: str, pattern: str) -> list[Any]:
+        """Return the dated values of each place that a pattern names; `*` stands for any key."""
+        places = [""]
+        for key in pattern.split("/"):
+            keys = [key]
+            grown = []
+            for place in places:
+                if key == "*":
+                    keys = self._keys(file, place)
+                grown += [f"{place}/{each}".lstrip("/") for each in keys]
+            places = grown
+        for place in places:
+            self.measured(file, place)
+        return [self.get(file, place) for place in places]
+
+    def value(self, file: str, path: str) -> Any:
+        """Return a dated value; None if there is none.
+
+        Args:
+            path: as for `get`; or `min:PATTERN`, with any key of AGGREGATES; or `all:PATTERN`, the
+                number of values, which must all be true; or two of these, `A ÷ B`.
+        """
+        above, divided, below = path.partition(" ÷ ")
+        if divided:
+            numbers = [self.value(file, part) for part in (above, below)]
+            if None in numbers:
+                return None
+            return numbers[0] / numbers[1]
+        name, colon, pattern = path.partition(":")
+        if colon and name == "all":
+            values = self.values(file, pattern)
+            if not all(value is True for value in values):
+                raise FigureError(f"{file}.json {pattern}: not all are true, as a document says")
+            return len(values)
+        if colon and name in AGGREGATES:
+            return AGGREGATES[name](self.values(file, pattern))
+        try:
+            value = self.get(file, path)
+        except FigureError:
+            return None
+        self.measured(file, path)
+        return value
+
+    def _keys(self, file: str, place: str) -> list[str]:
+        node = self.get(file, place)
+        if isinstance(node, list):
+            return [str(index) for index in range(len(node))]
+        return [key for key in node if key not in NO_ROWS]
 
     def measured(self, file: str, path: str) -> dict[str, str]:
         """Commit (or `recorded_in`), date and run of what lies at `path`: of the row itself, or of
@@ -90,6 +145,168 @@ class Book:
                 raise FigureError(f"{file}.json has no {path} (nothing at {key!r})")
             nodes.append(node[key] if inside else node[int(key)])
         return nodes
+
+
+AGGREGATES: dict[str, Callable[[list[Any]], Any]] = {
+    "min": min,
+    "max": max,
+    "sum": sum,
+    "mean": statistics.fmean,
+    "count": len,
+}
+PLACEHOLDER = re.compile(r"\{([^{}@]+) @([^{}]+)\}")
+
+
+def minutes(seconds: float) -> str:
+    """Return `2 min 41 s`."""
+    whole, rest = divmod(round(seconds), 60)
+    return f"{whole} min {rest:02d} s"
+
+
+def milliseconds(value: float) -> str:
+    """Format with one decimal below 100, and without one above."""
+    if value < 100:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
+
+
+def three_digits(value: float) -> str:
+    """Return `480` or `34,600`."""
+    step = 10 ** (len(str(int(value))) - 3)
+    return f"{round(value / step) * step:,.0f}"
+
+
+SPECS: dict[str, Callable[[float], str]] = {
+    "minutes": minutes,
+    "ms": milliseconds,
+    "three digits": three_digits,
+}
+"""Formats that Python does not have, by name."""
+
+
+def formatted(value: Any, spec: str) -> str:
+    """Format a value by a spec: a format of Python's, `*FACTOR FORMAT`, or a name of SPECS.
+
+    Raises:
+        FigureError: the spec does not fit the value.
+    """
+    if spec in SPECS:
+        return SPECS[spec](value)
+    try:
+        if spec.startswith("*"):
+            factor, _, spec = spec[1:].partition(" ")
+            value *= float(factor)
+        return format(value, spec)
+    except (TypeError, ValueError) as error:
+        raise FigureError(f"@{spec}: {error}") from None
+
+
+def filled(book: Book, file: str, template: str, row: str = "") -> str:
+    """Put figures into a template's placeholders.
+
+    Args:
+        file: the results file of all placeholders.
+        template: holds `{PATH @SPEC}`, where PATH is a value (see Book.value) and `ROW` in it
+            stands for `row`. `PATH?` may be absent, which leaves nothing.
+    """
+
+    def put(match: re.Match[str]) -> str:
+        path = match[1].replace("ROW", row)
+        value = book.value(file, path.replace("?", ""))
+        if value is None and "?" in path:
+            return ""
+        if value is None:
+            raise FigureError(f"{file}.json has no {path}")
+        return formatted(value, match[2])
+
+    return PLACEHOLDER.sub(put, template)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a document: one row for each place in a results file, one column for each template.
+
+    Attributes:
+        file: the results file.
+        rows: label -> path, for which `ROW` stands in the templates.
+        columns: heading -> template of its cells.
+        note: template of the sentence below the table; `{sources}` and `{dates}` are added here.
+        across: show the places as columns, and the templates as rows.
+        corner: template of the heading of the labels.
+        place: template of the place that has a row's commit and date.
+    """
+
+    file: str
+    rows: Mapping[str, str]
+    columns: Mapping[str, str]
+    note: str = "{sources}"
+    across: bool = False
+    corner: str = ""
+    place: str = "ROW"
+
+    def __call__(self, book: Book) -> str:
+        labels = [filled(book, self.file, text, path).strip() for text, path in self.rows.items()]
+        cells = [
+            [filled(book, self.file, template, path) for template in self.columns.values()]
+            for path in self.rows.values()
+        ]
+        heads = [heading.strip() for heading in self.columns]
+        paths = [self.place.replace("ROW", path) for path in self.rows.values()]
+        places = {label: (self.file, path) for label, path in zip(labels, paths, strict=True)}
+        if self.across:
+            labels, heads = heads, labels
+            cells = [list(row) for row in zip(*cells, strict=True)]
+        corner = filled(book, self.file, self.corner)
+        rows = [[label, *row] for label, row in zip(labels, cells, strict=True) if any(row)]
+        note = filled(book, self.file, self.note)
+        if "{sources}" in note:
+            note = note.replace("{sources}", sources(book, places))
+        if "{dates}" in note:
+            note = note.replace("{dates}", dates(book, places))
+        return f"{markdown([corner, *heads], rows)}\n\n{note}".rstrip()
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+LONG = 4
+"""Rows of one run, above which a long table names only the rows of other runs."""
+
+
+def sources(book: Book, places: Mapping[str, tuple[str, str]]) -> str:
+    """Return one line on the runs that a table's rows come from.
+
+    Args:
+        places: for each side of the table, a file and a path in it.
+    """
+    runs: dict[tuple[str, str, str], list[str]] = {}
+    for side, (file, path) in places.items():
+        row = book.measured(file, path)
+        runs.setdefault((commit_of(row), row["date"].split()[0], row["run"]), []).append(side)
+    if len(runs) == 1:
+        ((commit, date, _),) = runs
+        return f"One run of {date}, {commit}."
+    parts = []
+    most = max(runs.values(), key=len)
+    for (commit, date, _), sides in runs.items():
+        if sides is not most or len(sides) <= LONG:
+            parts.append(f"{', '.join(sides)}: {date}, {commit}")
+    for (commit, date, _), sides in runs.items():
+        if sides is most and len(sides) > LONG:
+            parts.append(f"all others: {date}, {commit}")
+    return "Not of one run. " + "; ".join(parts) + "."
+
+
+def dates(book: Book, places: Mapping[str, tuple[str, str]]) -> str:
+    """Return one line with the dates of a table's rows, and the file that has each row's commit."""
+    days = sorted(book.measured(file, path)["date"].split()[0] for file, path in places.values())
+    ((file, _), *_) = places.values()
+    return (
+        f"Measured from {days[0]} to {days[-1]}; `bench/results/{file}.json` has each row's commit."
+    )
 
 
 def commit_of(measured: dict[str, str]) -> str:

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import async_figures, async_modes, async_scaling, parameter_server
+from bench import async_modes, async_scaling, parameter_server
 from bench.async_modes import REGIMES, found_in, work_of
+from bench.figure_tables import NAMED
 from bench.gpu.processes import BenchError
-from bench.measured import COMMIT_VARIABLE, measured, put_into
+from bench.measured import COMMIT_VARIABLE, put_into
 from bench.results_book import Book, FigureError
 from bench.sleeping_roles import Work, body_of
 from bench.sleeping_roles import work_of as work_at
@@ -132,7 +133,7 @@ def test_sleeping_generators_against_a_real_service(
     assert rushed["trained_groups_per_second"] > 0 < drain["groups"]
     assert rushed["post_ms"]["p50"] <= rushed["post_ms"]["p99"]
     book = Book(tmp_path)
-    assert async_figures.NAMED["async_full_at"](book).endswith(" of 32B")
+    assert NAMED["async_full_at"](book).endswith(" of 32B")
 
 
 def test_a_parameter_servers_report_has_its_rates() -> None:
@@ -167,23 +168,11 @@ def test_no_document_calls_another_run_the_same(tmp_path: Path) -> None:
             },
         }
         put_into(tmp_path / "async.json", "exact", {"one copy": {"runs": runs}})
-        return async_figures.exact(Book(tmp_path))
+        return NAMED["async_exact"](Book(tmp_path))
 
     assert (
         told()
         == "with one copy and with a broadcast, killed after step 1 of 2. None of 11 tokens differs"
     )
-    with pytest.raises(FigureError, match="one copy: the run that was killed is another one"):
+    with pytest.raises(FigureError, match="one copy: the killed run differs"):
         told(["a", 0.0, 5, 5, 0], ["c", 0.5, 6, 6, 0])
-
-
-def test_regimes_as_documents_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(COMMIT_VARIABLE, "abc")
-    found = found_in([(2.0 * step, row(step, 1)) for step in range(1, 11)], leave_out=4)
-    shares = {"trainer": {"train": 0.5, "wait": 0.25}, "generator": {"generating": 0.9}}
-    settings = {"steps": 10, "leave_out": 4, "sequences": 64}
-    regimes = {"off_policy_2": {**found, "share_of_time": shares, "measured": measured()}}
-    put_into(tmp_path / "async.json", "modes_gpu", {"settings": settings, "regimes": regimes})
-    table = async_figures.modes_gpu(Book(tmp_path))
-    assert "| off-policy by 2 | 2.00 | 50 | 50% | 25% | 0% | 90% | 0% | 1.0, 1 | 0.95 |" in table
-    assert "over 6 steps of 64 answers" in table

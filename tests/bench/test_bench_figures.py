@@ -9,15 +9,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import figures
-from bench.bridge_figures import sources
 from bench.figures import MARKED, documents, main, rewritten, unsourced
-from bench.results_book import Book, FigureError
+from bench.results_book import Book, FigureError, Table, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 DATED = {"commit": "abc", "date": "2026-01-02 03:04", "run": "2026-01-02 03:00"}
@@ -185,7 +185,7 @@ def test_a_value_is_formatted_and_scaled(tmp_path: Path) -> None:
         ("sync rows/1/a @d", "has no rows/1/a"),
         ("other a @d", "there is no other.json"),
         ("sync name @s", "'x' is no number"),
-        ("sync rows/0/a @nonsense", "Invalid format|format"),
+        ("sync rows/0/a @nonsense", "Invalid format|format|nonsense"),
         ("nobody_has_this_name", "neither the name of a figure nor FILE"),
     ],
 )
@@ -233,6 +233,27 @@ def test_a_table_says_whether_it_is_of_one_run(tmp_path: Path) -> None:
     assert text.startswith(
         "Not of one run. ours, also ours: 2026-01-02, commit abc; theirs: 2025-12-31, recorded in def."
     )
+
+
+def test_a_table_is_made_of_templates(tmp_path: Path) -> None:
+    rows = {
+        "a": {"measured": DATED, "ms": 1.5, "more": {"x": 8}, "good": True},
+        "b": {"measured": DATED, "ms": 250.0, "good": True},
+    }
+    pages = book(tmp_path, sync={"rows": rows})
+    columns = {"ms": "{ROW/ms @ms}", "share": "{ROW/more/x? ÷ ROW/ms @.1f}"}
+    table = Table("sync", {"first": "rows/a", "second": "rows/b"}, columns)
+    assert table(pages) == (
+        "|  | ms | share |\n| --- | --- | --- |\n| first | 1.5 | 5.3 |\n| second | 250 |  |\n\n"
+        "One run of 2026-01-02, commit abc."
+    )
+    note = "{max:rows/*/ms @three digits} of {all:rows/*/good @d}"
+    across = replace(table, note=note, across=True, corner="{mean:rows/*/ms @.2f}")(pages)
+    assert across.startswith("| 125.75 | first | second |\n| --- | --- | --- |\n| ms | 1.5 | 250 |")
+    assert across.endswith("\n\n250 of 2")
+    rows["b"]["good"] = False
+    with pytest.raises(FigureError, match="not all are true"):
+        book(tmp_path, sync={"rows": rows}).value("sync", "all:rows/*/good")
 
 
 def test_every_named_figure_is_shown_somewhere() -> None:

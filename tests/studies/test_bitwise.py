@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.determinism_figures import on_off_published
+from bench.figure_tables import on_off_published
 from bench.results_book import Book, FigureError
 from example_trainer.algorithm.losses import LossInputs, LossSettings
 from example_trainer.simple_rl import parse_arguments, trainer_config
@@ -165,7 +165,6 @@ def test_differences_are_taken_seed_by_seed() -> None:
 
 
 def test_documents_show_whole_runs_alone(tmp_path: Path) -> None:
-    assert on_off_published(Book(tmp_path)) == "Not measured yet."
     runs = {
         f"{m} {s}": course(m, s, 1e-5, [0.5, 0.25 * s]) for s in range(2) for m in ("on", "off")
     }

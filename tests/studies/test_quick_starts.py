@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import quick_start_figures
+from bench.figure_tables import NAMED
 from bench.results_book import Book, FigureError
 from example_trainer.launcher.quickstart.options import parse
 from example_trainer.launcher.starter_models import LEARNING_RATES
@@ -103,11 +103,10 @@ def written_rows(folder: Path, *, dated: bool) -> Book:
 
 def test_the_range_is_that_of_all_rows(tmp_path: Path) -> None:
     book = written_rows(tmp_path, dated=True)
-    text = quick_start_figures.quick_start_range(book)
+    text = NAMED["quick_start_range"](book)
     assert text == "All 2 runs on 2 cores, at a load of 1 to 8, ended between 98.0% and 99.2%"
-    assert list(quick_start_figures.quick_starts(book)) == ["seed 0", "seed 1"]
 
 
 def test_a_row_without_a_date_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FigureError, match="no commit and date"):
-        quick_start_figures.quick_start_range(written_rows(tmp_path, dated=False))
+        NAMED["quick_start_range"](written_rows(tmp_path, dated=False))
