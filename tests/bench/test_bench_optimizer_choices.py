@@ -11,6 +11,8 @@ import pytest
 from bench import optimizer_choices
 from bench.measured import COMMIT_VARIABLE
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.usefixtures("forked_children")
 def test_a_tiny_choice_is_planned_measured_and_written_down(

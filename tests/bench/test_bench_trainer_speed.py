@@ -21,6 +21,8 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.ops import reference
 from tests.forked_ranks import RANKS
 
+pytestmark = pytest.mark.nightly
+
 CPU = torch.device("cpu")
 
 

@@ -25,7 +25,7 @@ from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
 from tests.still_running import resident_pages
 from vllm_patching.protocol.writers import Writer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 
 def test_turns(

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.conftest import ROOT, Processes
 from tests.forked_commands import FORK_CHILDREN, run_command
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 SCRIPT = str(ROOT / "example_trainer" / "simple_rl.py")
 STEPS = 3

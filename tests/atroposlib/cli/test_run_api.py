@@ -19,6 +19,8 @@ import pytest
 from tests.atroposlib.service.conftest import ROOT, Service, group, marks, trainer
 from tests.forked_commands import run_command
 
+pytestmark = pytest.mark.nightly
+
 
 def run(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}

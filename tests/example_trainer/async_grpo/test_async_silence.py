@@ -26,6 +26,8 @@ from tests.example_trainer.async_grpo.fake_cluster import Bench
 from tests.example_trainer.async_grpo.test_async_bad_input import KEYS, ThisMachine
 from tests.forked_commands import ForkedProcess
 
+pytestmark = pytest.mark.nightly
+
 KEY = "sesame"
 
 

@@ -33,6 +33,8 @@ from tests.example_trainer.launcher.small_stack import (
     small_options,
 )
 
+pytestmark = pytest.mark.nightly
+
 
 class Run:
     """One run folder, and what was said about it."""

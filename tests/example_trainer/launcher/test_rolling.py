@@ -29,6 +29,8 @@ from example_trainer.launcher.rolling import Roller
 from example_trainer.launcher.status import collect, fleet_table, table
 from tests.example_trainer.launcher.small_stack import TRAINS, SmallStack, small_options
 
+pytestmark = pytest.mark.nightly
+
 
 class FleetRun:
     """A run of three servers and a trainer of them."""

@@ -24,6 +24,8 @@ from example_trainer.parallel.launched import LAUNCHER_VARIABLE
 from tests.conftest import Processes
 from tests.listening import listeners
 
+pytestmark = pytest.mark.nightly
+
 SCRIPT = Path(__file__).with_name("launched_rank.py")
 
 

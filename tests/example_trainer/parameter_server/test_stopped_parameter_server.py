@@ -19,6 +19,8 @@ from tests.example_trainer.parameter_server.test_parameter_server import (
 )
 from tests.light_servers import SOON, LightServer, Starter, sound, until
 
+pytestmark = pytest.mark.nightly
+
 UPDATE_SECONDS = 4.0
 """The bound of a vLLM server's update, after which it gives up a stopped sender."""
 

@@ -29,6 +29,8 @@ from tests.example_trainer.training.killed_saver import RUN
 from tests.example_trainer.training.tiny_training import give_gradient, load, make_start, train
 from tests.forked_commands import run_command
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 60
 """After which a test that waits for an event has failed."""

@@ -18,6 +18,8 @@ from example_trainer.weight_bridge.base import LeaseLost
 from example_trainer.weight_bridge.fleet import Standing
 from tests.example_trainer.weight_bridge.played_fleet import SOON, PlayedServer, World
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:

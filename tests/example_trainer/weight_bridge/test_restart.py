@@ -37,6 +37,8 @@ from example_trainer.weight_bridge.server_record import (
 )
 from tests.example_trainer.weight_bridge.test_server_gpus import geometry
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[3]
 STANDIN = Path(__file__).with_name("standin_vllm.py")
 
