@@ -135,20 +135,6 @@ def test_a_server_is_named_once_in_whatever_way() -> None:
         checked_addresses(["localhost:1", "http://localhost:1/"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--atropos-url localhost:8000", "does not begin with http://"),
-        ("--vllm-host http://localhost", "give the host alone"),
-        ("--vllm-servers ::1:9001", "needs brackets"),
-        ("--weight-bridge-mode parameter_server --parameter-servers localhost", "it has no port"),
-    ],
-)
-def test_the_trainers_flags(words: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_config(["--model-name", "m", *words.split()])
-
-
 def test_settings_of_environments() -> None:
     assert (
         BaseEnvConfig(rollout_server_url="http://[::1]:8000/").rollout_server_url

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import Tensor
 
 from example_trainer.batch.bins import PackedBin
@@ -304,28 +303,6 @@ def test_an_ordinary_model_is_not_passed_off_as_a_deterministic_one() -> None:
         ParityError, match="a model with the reference operations does not run vLLM's kernels"
     ):
         model_provenance(Decoder(SMALL, torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"weight_bridge_mode": "none"},
-            "--deterministic needs --weight-bridge-mode shared_vllm, which is 'none'",
-        ),
-        (
-            {"weight_bridge_mode": "lora_only"},
-            "--deterministic needs --weight-bridge-mode shared_vllm",
-        ),
-        ({"temperature": 0.7}, "--deterministic needs --temperature 1, which is 0.7"),
-        ({"share_prefixes": True}, "--deterministic and --share-prefixes exclude each other"),
-    ],
-)
-def test_options_that_cannot_be_exact_are_refused(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValidationError, match=message):
-        config(tmp_path, **changes)
 
 
 def test_what_deterministic_mode_sets(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.command_line import parse_config, parse_section
+from example_trainer.command_line import parse_section
 from example_trainer.errors import BridgeError, ConfigError, ModelError
 from example_trainer.parameter_server import serving
 from example_trainer.parameter_server.held import HeldCopy, HeldWeights, held_manifest
@@ -142,41 +142,6 @@ def test_one_that_does_not_listen_any_more_says_what_to_do(tmp_path: Path) -> No
         BridgeError, match=r"not listen on port 9101 any more: its thread has ended; start it again"
     ):
         server.check()
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ([], "needs --parameter-servers host:port"),
-        (
-            ["--parameter-servers", "h:1", "--vllm-servers", "h:2"],
-            "are given to the parameter servers",
-        ),
-        (
-            ["--parameter-servers", "h:1", "--weight-transfer", "direct"],
-            "receives beside what it holds",
-        ),
-        (
-            ["--parameter-servers", "h:1", "--push-every", "4", "--max-staleness", "2"],
-            "up to 3 versions behind",
-        ),
-        (
-            ["--parameter-servers", "h:1", "--deterministic"],
-            "--deterministic needs --weight-bridge-mode shared_vllm",
-        ),
-        (
-            ["--parameter-servers", "h:1", "--single-copy"],
-            "--single-copy needs --weight-bridge-mode shared_vllm",
-        ),
-        (
-            ["--weight-bridge-mode", "none", "--push-every", "2"],
-            "--push-every needs --weight-bridge-mode parameter_server",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together(flags: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        parse_config(["--model-name", "m", "--weight-bridge-mode", "parameter_server", *flags])
 
 
 def test_a_trainer_does_not_wait_for_rollouts_that_never_come() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from example_trainer.command_line import parse_config
-from example_trainer.errors import BridgeError, ConfigError
+from example_trainer.errors import BridgeError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.memory_plan import MemoryPlan, MemoryShortage, require_between_turns
 from example_trainer.vllm_client import ServerRefused, ServerSilent
@@ -120,18 +120,6 @@ def test_the_flag_means_one_copy_and_fresh_rollouts() -> None:
         0,
     )
     assert not config.fetches_ahead
-    for flags, told in (
-        (["--max-staleness", "1"], "--colocate needs --max-staleness 0, which is"),
-        (
-            ["--weight-bridge-mode", "lora_only"],
-            "--colocate needs --weight-bridge-mode shared_vllm",
-        ),
-        (["--use-shared-memory"], "--use-shared-memory and --colocate exclude"),
-        (["--ppo-epochs", "2"], "--colocate and --ppo-epochs 2"),
-        (["--vllm-servers", "a:1,b:2"], "2 --vllm-servers"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            parse_config(["--model-name", "m", "--colocate", *flags])
 
 
 def test_what_lasts_must_fit_beside_keys_and_values() -> None:
