@@ -42,7 +42,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/atroposlib/service/test_queue.py",
         "tests/atroposlib/service/test_stateful.py",
     ),
-    "atroposlib/wire/weight_lineage.py": (),
+    "atroposlib/wire.py": (),
     "atroposlib/utils/thinking.py": (),
     "environments/arithmetic_problems.py": (),
     "example_trainer/algorithm/advantages.py": (),

@@ -6,8 +6,7 @@ from typing import Any
 from atroposlib.envs.graded import Grade, GradedEnv
 from atroposlib.envs.single_turn import SingleTurnEnv
 from atroposlib.type_definitions import Message
-from atroposlib.utils.boxed import last_boxed
-from atroposlib.utils.math_scoring import number_in
+from atroposlib.utils.math_scoring import last_boxed, number_in
 
 
 class NumberedItems(GradedEnv):

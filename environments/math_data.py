@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from atroposlib.errors import EnvironmentFailure, UsageError
-from atroposlib.utils.boxed import boxed_contents, last_boxed
 from atroposlib.utils.data_files import ENDINGS, BadRow, rows_of_file, usable_rows
 from atroposlib.utils.jsonl import Row
-from atroposlib.utils.math_scoring import as_number
+from atroposlib.utils.math_scoring import as_number, boxed_contents, last_boxed
 
 QUESTION_COLUMNS = ("question", "problem", "prompt", "query")
 ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "solution")

@@ -24,8 +24,7 @@ from atroposlib.envs.graded import Attempt, oldest_version
 from atroposlib.envs.single_turn import Grade, Response
 from atroposlib.errors import UsageError
 from atroposlib.type_definitions import Message
-from atroposlib.utils.boxed import is_well_formed, last_boxed
-from atroposlib.utils.math_scoring import MathScorer
+from atroposlib.utils.math_scoring import MathScorer, is_well_formed, last_boxed
 from atroposlib.utils.metrics import pass_at_k
 from environments.common import RowsEnv, question_messages
 from environments.math_data import (

@@ -26,8 +26,8 @@ from pydantic import Field, field_validator
 from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.type_definitions import Message
-from atroposlib.utils.boxed import last_boxed
-from atroposlib.utils.killable import ChildDied, KillableCalls
+from atroposlib.utils.math_scoring import last_boxed
+from atroposlib.utils.processes import ChildDied, KillableCalls
 from atroposlib.wire import ScoredDataGroup
 from environments.common import NumberedItems, question_messages
 from environments.reasoning_gym_tasks import (

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import UsageError
-from atroposlib.utils.boxed import last_boxed
 from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
 from atroposlib.utils.jsonl import Row
-from atroposlib.utils.math_scoring import as_number
+from atroposlib.utils.math_scoring import as_number, last_boxed
 from atroposlib.utils.thinking import answer_part
 from example_trainer.errors import ConfigError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.utils.files import KeptLines, cannot_write, write_whole
-from atroposlib.utils.wandb_login import offline_mode
+from atroposlib.utils.metrics import offline_mode
 from example_trainer.api_keys import without_secrets
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.config import TrainerConfig

@@ -7,7 +7,7 @@ python tests/e2e/sums_in_turns.py serve --env.turn_rewards to_go
 from collections.abc import Iterator
 
 from atroposlib.envs.multi_turn import Conversation, MultiTurnEnv, Step
-from atroposlib.utils.boxed import last_boxed
+from atroposlib.utils.math_scoring import last_boxed
 from environments.arithmetic_problems import Problem, held_out_problems, training_problems
 
 TURNS = 2

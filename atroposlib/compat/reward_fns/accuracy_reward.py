@@ -8,12 +8,13 @@ import threading
 from decimal import Decimal
 
 from atroposlib.compat.reward_fns.reward_function import TextReward
-from atroposlib.utils.boxed import boxed_contents, last_boxed
 from atroposlib.utils.math_scoring import (
     MathScorer,
     as_number,
+    boxed_contents,
     compare_plainly,
     equal_in_this_process,
+    last_boxed,
 )
 from atroposlib.utils.thinking import answer_part
 

@@ -28,8 +28,7 @@ from atroposlib.utils.jsonl import (
     replace_file,
     unencodable_fields,
 )
-from atroposlib.utils.metrics import display_metrics_table, get_std_min_max_avg
-from atroposlib.utils.wandb_login import offline_mode
+from atroposlib.utils.metrics import display_metrics_table, get_std_min_max_avg, offline_mode
 from atroposlib.web.keys import open_settings
 from atroposlib.wire import LARGEST_FLOAT32
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.boxed import boxed_contents, is_well_formed, last_boxed
+from atroposlib.utils.math_scoring import boxed_contents, is_well_formed, last_boxed
 
 PIECES = (
     r"\boxed{",

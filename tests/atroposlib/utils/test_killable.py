@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.utils import killable
-from atroposlib.utils.killable import MAX_SLOW_CALLS, ChildDied, KillableCalls
+from atroposlib.utils import processes
+from atroposlib.utils.processes import MAX_SLOW_CALLS, ChildDied, KillableCalls
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ async def test_a_call_that_waits_does_not_hold_up_the_next_ones(
 async def test_the_number_of_slow_calls_is_bounded(
     calls: KillableCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(killable, "SLOW_SECONDS", 0.0)
-    monkeypatch.setattr(killable, "MAX_SLOW_CALLS", 1)
+    monkeypatch.setattr(processes, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "MAX_SLOW_CALLS", 1)
     running, most = 0, 0
 
     async def counted(child_free: asyncio.Event) -> None:
@@ -47,7 +47,7 @@ async def test_the_number_of_slow_calls_is_bounded(
             await child_free.wait()
             running -= 1
 
-    turns = killable._Turns(1)
+    turns = processes._Turns(1)
     events = [asyncio.Event() for _ in range(5)]
     tasks = [asyncio.create_task(counted(event)) for event in events]
     for event in events:
@@ -81,7 +81,7 @@ async def test_a_child_that_dies_twice_is_named(calls: KillableCalls) -> None:
 
 
 async def test_memory_is_bounded(calls: KillableCalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(killable, "MAX_CHILD_BYTES", 1 << 30)
+    monkeypatch.setattr(processes, "MAX_CHILD_BYTES", 1 << 30)
     with pytest.raises(MemoryError):
         await calls.call(bytearray, 2 << 30, seconds=60)
 

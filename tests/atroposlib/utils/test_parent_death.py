@@ -62,7 +62,7 @@ if __name__ == "__main__":
     time.sleep(600)
 """,
     "of a pool": """
-from atroposlib.utils.killable import KillableCalls
+from atroposlib.utils.processes import KillableCalls
 
 if __name__ == "__main__":
     import asyncio

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.utils.wandb_login import is_logged_in, offline_mode
+from atroposlib.utils.metrics import is_logged_in, offline_mode
 
 ENTRY = "machine api.wandb.ai\n  login user\n  password {}\n"
 
