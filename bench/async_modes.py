@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import add_options
 from bench.gpu.processes import BenchError
 from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import STARTER
@@ -239,50 +240,47 @@ def report(data: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--only": {"nargs": "+", "choices": REGIMES},
+    "--model": {
+        "type": Path,
+        "default": STARTER,
+        "help": "folder of a checkpoint (default: the starter model)",
+    },
+    "--environment": {
+        "default": "environments/arithmetic_server.py",
+        "help": "script (default: %(default)s)",
+    },
+    "--trainer-flags": {"default": "", "help": "more flags for grpo.py"},
+    "--steps": {"type": int, "default": 20},
+    "--leave-out": {"type": int, "default": 4, "help": "first steps that are not counted"},
+    "--sequences": {"type": int, "default": 64, "help": "of an optimizer step"},
+    "--group": {"type": int, "default": 8, "help": "answers to a question"},
+    "--in-flight": {
+        "type": int,
+        "default": 128,
+        "help": "answers that are sampled at the same time, at most",
+    },
+    "--cap": {"type": int, "default": 96, "help": "most tokens of an answer"},
+    "--seq-len": {"type": int, "default": 512, "help": "most tokens of prompt and answer"},
+    "--lr": {"type": float, "default": 3e-4},
+    "--cache-gib": {"type": int, "default": 16, "help": "of keys and values, on a GPU"},
+    "--eager": {
+        "action": "store_true",
+        "help": "vLLM without compilation and CUDA graphs (starts faster)",
+    },
+    "--seconds": {"type": float, "default": 200.0, "help": "for the training of one regime"},
+    "--into": {"type": Path, "help": "results file that gets the figures, if nothing failed"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__, name="async_modes")
-    parser.add_argument("--only", nargs="+", choices=REGIMES)
-    parser.add_argument(
-        "--model",
-        type=Path,
-        default=STARTER,
-        help="folder of a checkpoint (default: the starter model)",
-    )
-    parser.add_argument(
-        "--environment",
-        default="environments/arithmetic_server.py",
-        help="script (default: %(default)s)",
-    )
+    add_options(parser, OPTIONS)
     # or ever more answers are sampled for a batch, the better they become
     kept = "--env.ensure_scores_are_not_same false"
     parser.add_argument(
         "--environment-flags", default=kept, help="more flags for it (default: %(default)s)"
-    )
-    parser.add_argument("--trainer-flags", default="", help="more flags for grpo.py")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--leave-out", type=int, default=4, help="first steps that are not counted")
-    parser.add_argument("--sequences", type=int, default=64, help="of an optimizer step")
-    parser.add_argument("--group", type=int, default=8, help="answers to a question")
-    parser.add_argument(
-        "--in-flight",
-        type=int,
-        default=128,
-        help="answers that are sampled at the same time, at most",
-    )
-    parser.add_argument("--cap", type=int, default=96, help="most tokens of an answer")
-    parser.add_argument("--seq-len", type=int, default=512, help="most tokens of prompt and answer")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--cache-gib", type=int, default=16, help="of keys and values, on a GPU")
-    parser.add_argument(
-        "--eager",
-        action="store_true",
-        help="vLLM without compilation and CUDA graphs (starts faster)",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=200.0, help="for the training of one regime"
-    )
-    parser.add_argument(
-        "--into", type=Path, help="results file that gets the figures, if nothing failed"
     )
     args = parser.parse_args(arguments)
     args.output, args.model = args.output.resolve(), args.model.resolve()

@@ -32,6 +32,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from bench.command_line import add_options
 from bench.gpu.processes import BenchError, Task, free_port
 from bench.gpu.runs import Results, run_and_report
 from bench.gpu.summary import table
@@ -262,24 +263,21 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--output": {"type": Path, "required": True, "help": "folder for the results and the logs"},
+    "--generators": {"type": int, "nargs": "+", "default": [1, 2, 4, 8, 16, 32, 64]},
+    "--seconds": {"type": float, "default": 15.0, "help": "that are counted, of each measurement"},
+    "--batch": {"type": int, "default": 256, "help": "sequences of a batch"},
+    "--clients": {"type": int, "default": 8, "help": "connections that post as fast as they can"},
+    "--into": {"type": Path, "help": "results file that gets the figures, if nothing failed"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder for the results and the logs"
-    )
-    parser.add_argument("--generators", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument(
-        "--seconds", type=float, default=15.0, help="that are counted, of each measurement"
-    )
-    parser.add_argument("--batch", type=int, default=256, help="sequences of a batch")
-    parser.add_argument(
-        "--clients", type=int, default=8, help="connections that post as fast as they can"
-    )
-    parser.add_argument(
-        "--into", type=Path, help="results file that gets the figures, if nothing failed"
-    )
+    add_options(parser, OPTIONS)
     args = parser.parse_args(arguments)
     args.output = args.output.resolve()
     return run_and_report(args.output, partial(Benchmark, args), report)

@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.command_line import add_options
 from bench.gpu.machine import describe
 from bench.gpu.processes import BenchError, module_command, tail
 from bench.gpu.shapes import SHAPES
@@ -173,14 +174,19 @@ def report(data: dict[str, Any]) -> str:
     )
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--output": {"type": Path, "required": True, "help": "folder of gathering.json"},
+    "--ranks": {"type": int, "nargs": "+", "default": [2, 4]},
+    "--shape": {"choices": SHAPES, "default": "qwen2.5-14b"},
+    "--device": {"choices": ["cuda", "cpu"], "default": "cuda"},
+    "--repeats": {"type": int, "default": 20},
+    "--worker": {"default": "", "help": "set by this script: where a rank writes"},
+}
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder of gathering.json")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-14b")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--worker", default="", help="set by this script: where a rank writes")
+    add_options(parser, OPTIONS)
     return parser.parse_args(arguments)
 
 

@@ -33,6 +33,7 @@ from typing import Any
 import httpx
 import psutil
 
+from bench.command_line import add_options
 from bench.gpu import engine_clock
 from bench.gpu.processes import Answers, BenchError, serve
 from bench.gpu.runs import Sitting, command_line, run_and_report
@@ -315,26 +316,29 @@ def report(data: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--ways": {"nargs": "+", "choices": WAYS, "default": list(WAYS)},
+    "--in-flight": {"type": int, "default": 512, "help": "sequences"},
+    "--mean-tokens": {"type": int, "default": 450},
+    "--most-tokens": {"type": int, "default": 1024},
+    "--prompt-tokens": {"type": int, "default": 103},
+    "--cache-gib": {
+        "type": int,
+        "default": 80,
+        "help": "GPU memory for keys and values; 512 sequences need about 30 GiB",
+    },
+    "--ramp": {
+        "type": float,
+        "default": 15.0,
+        "help": "seconds from the load's start to the measurement's",
+    },
+    "--seconds": {"type": float, "default": 40.0, "help": "of each measurement"},
+}
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__, "qwen3-1.7b")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--in-flight", type=int, default=512, help="sequences")
-    parser.add_argument("--mean-tokens", type=int, default=450)
-    parser.add_argument("--most-tokens", type=int, default=1024)
-    parser.add_argument("--prompt-tokens", type=int, default=103)
-    parser.add_argument(
-        "--cache-gib",
-        type=int,
-        default=80,
-        help="GPU memory for keys and values; 512 sequences need about 30 GiB",
-    )
-    parser.add_argument(
-        "--ramp",
-        type=float,
-        default=15.0,
-        help="seconds from the load's start to the measurement's",
-    )
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each measurement")
+    add_options(parser, OPTIONS)
     args = parser.parse_args(arguments)
     if args.tiny:
         args.shape, args.in_flight, args.mean_tokens, args.most_tokens, args.prompt_tokens = (

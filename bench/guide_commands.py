@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import add_options
 from bench.gpu.guide import COMMANDS, RENDEZVOUS, SERVICE, VLLM, TypedShell
 from bench.gpu.legacy_figures import legacy_figures, legacy_table
 from bench.gpu.machine import describe
@@ -436,6 +437,33 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join([table(heads, [row]), str(found["plan"]), *legacy])
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--checkpoint": {
+        "type": Path,
+        "help": "folder for the random weights, used again if it has some",
+    },
+    "--shape": {"choices": SHAPES, "help": "another shape than the guide's"},
+    "--steps": {
+        "type": int,
+        "default": 0,
+        "help": "steps to wait for (default: 10; 20 for legacy)",
+    },
+    "--group": {"type": int, "default": 8, "help": "answers to a question"},
+    "--max-tokens": {"type": int, "default": 128, "help": "most tokens of an answer"},
+    "--vllm-flags": {
+        "default": "",
+        "help": "more flags for vLLM, such as --gpu-memory-utilization=0.5",
+    },
+    "--trainer-flags": {"default": "", "help": "more flags for the trainer"},
+    "--seconds": {
+        "type": float,
+        "default": 480.0,
+        "help": "time limit of everything but the clean-up",
+    },
+    "--dry-run": {"action": "store_true", "help": "starter model on the CPU, at free ports"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -449,25 +477,7 @@ def main(arguments: list[str] | None = None) -> int:
         required=not out,
         help="folder of the results and the logs",
     )
-    parser.add_argument(
-        "--checkpoint", type=Path, help="folder for the random weights, used again if it has some"
-    )
-    parser.add_argument("--shape", choices=SHAPES, help="another shape than the guide's")
-    parser.add_argument(
-        "--steps", type=int, default=0, help="steps to wait for (default: 10; 20 for legacy)"
-    )
-    parser.add_argument("--group", type=int, default=8, help="answers to a question")
-    parser.add_argument("--max-tokens", type=int, default=128, help="most tokens of an answer")
-    parser.add_argument(
-        "--vllm-flags", default="", help="more flags for vLLM, such as --gpu-memory-utilization=0.5"
-    )
-    parser.add_argument("--trainer-flags", default="", help="more flags for the trainer")
-    parser.add_argument(
-        "--seconds", type=float, default=480.0, help="time limit of everything but the clean-up"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="starter model on the CPU, at free ports"
-    )
+    add_options(parser, OPTIONS)
     args = parser.parse_args(arguments)
     if args.dry_run:
         args.shape, args.max_tokens, args.steps = "tiny", 16, args.steps or 3

@@ -51,6 +51,7 @@ from typing import Any
 from urllib.parse import quote
 
 from atroposlib.dashboard.rollouts.archive import MAX_BYTES, Archive
+from bench.command_line import add_options
 from bench.gpu.processes import free_port
 from bench.long_run import (
     GROUP_SIZE,
@@ -447,24 +448,27 @@ def opening(steps: int, rollouts: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--parts": {"nargs": "+", "choices": PARTS, "default": PARTS, "help": "default: all"},
+    "--rounds": {
+        "type": int,
+        "default": 20,
+        "help": "of four loads each (default: 20, ten minutes)",
+    },
+    "--groups": {"type": int, "default": 1536, "help": "of each load (default: 1536)"},
+    "--loads": {"type": int, "default": 10, "help": "of the part of memory (default: 10)"},
+    "--steps": {"type": int, "default": 10_000, "help": "of the long run (default: 10000)"},
+    "--rollouts": {"type": int, "default": 1_000_000, "help": "of the long run (default: 1000000)"},
+    "--out": {"type": Path, "default": RESULTS},
+    "--hold-open": {"type": int, "help": argparse.SUPPRESS},
+    "--port": {"type": int, "help": argparse.SUPPRESS},
+}
+
+
 def main() -> None:
     """Run what was asked for, and add it to the results file."""
     parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n", 1)[0].split()))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument(
-        "--rounds", type=int, default=20, help="of four loads each (default: 20, ten minutes)"
-    )
-    parser.add_argument("--groups", type=int, default=1536, help="of each load (default: 1536)")
-    parser.add_argument("--loads", type=int, default=10, help="of the part of memory (default: 10)")
-    parser.add_argument(
-        "--steps", type=int, default=10_000, help="of the long run (default: 10000)"
-    )
-    parser.add_argument(
-        "--rollouts", type=int, default=1_000_000, help="of the long run (default: 1000000)"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--hold-open", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    add_options(parser, OPTIONS)
     arguments = parser.parse_args()
     if arguments.hold_open:
         asyncio.run(hold_open(arguments.port, arguments.hold_open))

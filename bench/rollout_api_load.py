@@ -3,7 +3,6 @@
 over many groups.
 
     python bench/rollout_api_load.py                    # both servers in turn, three rounds
-    python bench/rollout_api_load.py --order            # where the order of hand-out comes from: see arrival_order.py
     python bench/rollout_api_load.py --memory-groups 100000
 
 Ours keeps every group in SQLite (an answered post is on the disk); the public server keeps them in
@@ -37,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from bench import arrival_order
+from bench.command_line import add_options
 from bench.gpu.processes import free_port
 from bench.measured import measured
 from bench.public_server import PUBLIC, public_python
@@ -129,136 +128,91 @@ def compare(rounds: int, clients: int) -> dict[str, list[dict[str, float]]]:
     return runs
 
 
-def order(rounds: int, clients: int) -> dict[str, Any]:
-    """The same load on a recorder that only notes arrivals, and on both servers with the recorder
-    in front of them.
+class MemoryLoad:
+    """Small groups that are posted and drained without end, for the service's memory.
+
+    A trainer that acknowledges takes batches while four clients post groups of 8 x 64 tokens, at
+    most 256 groups ahead of it: a full queue needs memory, and only the rest is of interest here.
     """
-    runs: dict[str, list[dict[str, float]]] = {
-        "arrivals only": [],
-        "ours": [],
-        "ours, one client": [],
-        "public": [],
-    }
-    for number in range(rounds):
-        for name, found in runs.items():
-            count = 1 if name.endswith("one client") else clients
 
-            def load(port: int, count: int = count) -> dict[str, float]:
-                return put_load(port, count)
+    def __init__(self, port: int) -> None:
+        self.port, self.ahead = port, threading.Semaphore(256)
+        row = list(range(64))
+        group = {"tokens": [row] * 8, "masks": [row] * 8, "scores": [0.5] * 8}
+        self.body = json.dumps(group | {"inference_logprobs": [[-0.5] * 64] * 8})
+        self.trainer = self.connection()
 
-            port, behind = free_port(), free_port()
-            with tempfile.TemporaryDirectory(prefix="rollouts", dir=ROOT / "runs") as folder:
-                if name == "arrivals only":  # as slow to answer as a durable service
-                    result = arrival_order.run(
-                        sys.executable, server, load, port, ROOT, "--pace", "0.02"
-                    )
-                else:
-                    public = name == "public"
-                    command = theirs(behind) if public else ours(behind, Path(folder))
-                    with server(command, behind, Path(folder) if public else ROOT):
-                        result = arrival_order.run(
-                            sys.executable, server, load, port, ROOT, "--upstream", str(behind)
-                        )
-            found.append(result)
-            print(
-                f"round {number + 1} {name:17} "
-                + ", ".join(f"{k}: {v:g}" for k, v in result.items()),
-                flush=True,
-            )
-    arrival_order.table(runs)
-    kept = all(
-        entry["answered before the other was sent"] == 0
-        for name in runs
-        if "ours" in name
-        for entry in runs[name]
-    )
-    print(
-        f"{'yes' if kept else 'NO':>4}  what was answered before another was sent is handed out before it"
-    )
-    return {"clients": clients, "runs": runs, "verdict": {"order of acceptance kept": kept}}
+    def connection(self) -> http.client.HTTPConnection:
+        """Return a connection to the service."""
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def call(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        content: str | None = None,
+    ) -> bytes | None:
+        """Return the answer's body; None if the service refuses for now."""
+        connection.request(method, path, content, {"content-type": "application/json"})
+        response = connection.getresponse()
+        data = response.read()
+        if response.status == 429:
+            return None
+        if response.status != 200:
+            raise RuntimeError(f"{method} {path}: {response.status} {data[:200]!r}")
+        return data
+
+    def register(self) -> None:
+        """Register the trainer."""
+        settings = {
+            "wandb_group": "g", "wandb_project": "p", "batch_size": 64, "max_token_len": 65,
+            "checkpoint_dir": "x", "save_checkpoint_interval": 0, "starting_step": 0,
+            "num_steps": 10**6, "ack_batches": True,
+        }  # fmt: skip
+        self.call(self.trainer, "POST", "/register", json.dumps(settings))
+
+    def post(self, count: int) -> None:
+        """Post groups as one client."""
+        connection = self.connection()
+        for _ in range(count):
+            if not self.ahead.acquire(timeout=120):
+                raise RuntimeError("the trainer took nothing for 120 s")
+            while self.call(connection, "POST", "/scored_data", self.body) is None:
+                time.sleep(1)
+
+    def batches(self, groups: int) -> Iterator[int]:
+        """Take and acknowledge batches; yield the number of groups taken so far after each."""
+        drained, last = 0, time.monotonic()
+        while drained < groups - 7:
+            answer = json.loads(self.call(self.trainer, "GET", "/batch") or "{}")
+            if not answer.get("batch"):
+                if time.monotonic() - last > 60:
+                    sys.exit(f"error: no batch for 60 s after {drained} groups")
+                time.sleep(0.005)
+                continue
+            last = time.monotonic()
+            acknowledged = json.dumps({"batch_id": answer["batch_id"]})
+            self.call(self.trainer, "POST", "/batch/ack", acknowledged)
+            drained += len(answer["batch"])
+            self.ahead.release(len(answer["batch"]))
+            yield drained
 
 
 def flat_memory(groups: int) -> dict[str, Any]:
-    """Post and drain so many small groups, and watch the service's memory.
-
-    A trainer that acknowledges takes batches while four clients post groups of 8 x 64 tokens, never
-    more than 256 ahead of it: what a queue holds needs memory, and here only what stays behind is
-    of interest.
-    """
+    """Post and drain so many small groups, and watch the service's memory."""
     port = free_port()
-    row = list(range(64))
-    body = json.dumps(
-        {
-            "tokens": [row] * 8,
-            "masks": [row] * 8,
-            "scores": [0.5] * 8,
-            "inference_logprobs": [[-0.5] * 64] * 8,
-        }
-    )
-    headers = {"content-type": "application/json"}
     samples: list[tuple[int, float]] = []
     drained = 0
-    ahead = threading.Semaphore(256)
     with (
         tempfile.TemporaryDirectory(prefix="rollouts", dir=ROOT / "runs") as folder,
         server(ours(port, Path(folder)), port, ROOT) as pid,
     ):
-
-        def call(
-            connection: http.client.HTTPConnection,
-            method: str,
-            path: str,
-            content: str | None = None,
-        ) -> Any:
-            connection.request(method, path, content, headers)
-            response = connection.getresponse()
-            data = response.read()
-            if response.status == 429:
-                return None
-            if response.status != 200:
-                raise RuntimeError(f"{method} {path}: {response.status} {data[:200]!r}")
-            return data
-
-        def post(count: int) -> None:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            for _ in range(count):
-                if not ahead.acquire(timeout=120):
-                    raise RuntimeError("the trainer took nothing for 120 s")
-                while call(connection, "POST", "/scored_data", body) is None:
-                    time.sleep(1)
-
-        trainer = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        registration = {
-            "wandb_group": "g",
-            "wandb_project": "p",
-            "batch_size": 64,
-            "max_token_len": 65,
-            "checkpoint_dir": "x",
-        }
-        registration |= {
-            "save_checkpoint_interval": 0,
-            "starting_step": 0,
-            "num_steps": 10**6,
-            "ack_batches": True,
-        }
-        call(trainer, "POST", "/register", json.dumps(registration))
-        clients = [
-            threading.Thread(target=post, args=(groups // 4,), daemon=True) for _ in range(4)
-        ]
-        for client in clients:
-            client.start()
-        stalled = time.monotonic()
-        while drained < groups // 4 * 4 - 7:
-            answer = json.loads(call(trainer, "GET", "/batch"))
-            if answer["batch"] is None:
-                if time.monotonic() - stalled > 60:
-                    sys.exit(f"error: no batch for 60 s after {drained} groups")
-                time.sleep(0.005)
-                continue
-            stalled = time.monotonic()
-            call(trainer, "POST", "/batch/ack", json.dumps({"batch_id": answer["batch_id"]}))
-            drained += len(answer["batch"])
-            ahead.release(len(answer["batch"]))
+        load = MemoryLoad(port)
+        load.register()
+        for _ in range(4):
+            threading.Thread(target=load.post, args=(groups // 4,), daemon=True).start()
+        for drained in load.batches(groups // 4 * 4):
             if drained // (groups // 20) > len(samples):
                 samples.append((drained, rss_mib(pid)))
                 print(f"{drained:7d} groups: {samples[-1][1]:.0f} MiB", flush=True)
@@ -303,7 +257,7 @@ def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         ("cpu_ms_per_group", "server CPU, ms per group"),
         ("lost", "lost"),
         ("dup", "doubled"),
-        ("inversions", "ids out of order (see --order)"),
+        ("inversions", "ids out of order"),
     ):
         public, mine = middle["public"][key], middle["ours"][key]
         print(
@@ -320,25 +274,22 @@ def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return {"medians": middle, "verdict": verdict}
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--rounds": {"type": int, "default": 3, "help": "runs of each server (default: 3)"},
+    "--clients": {"type": int, "default": 16, "help": "connections that post (default: 16)"},
+    "--memory-groups": {
+        "type": int,
+        "metavar": "N",
+        "help": "instead, post and drain N groups and watch the memory",
+    },
+    "--out": {"type": Path, "default": ROOT / "bench" / "results" / "rollout_api_load.json"},
+}
+
+
 def main() -> None:
     """Run what was asked for, and add it to the results file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each server (default: 3)")
-    parser.add_argument(
-        "--clients", type=int, default=16, help="connections that post (default: 16)"
-    )
-    parser.add_argument(
-        "--order", action="store_true", help="instead, tell the clients' disorder from the servers'"
-    )
-    parser.add_argument(
-        "--memory-groups",
-        type=int,
-        metavar="N",
-        help="instead, post and drain N groups and watch the memory",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "bench" / "results" / "rollout_api_load.json"
-    )
+    add_options(parser, OPTIONS)
     arguments = parser.parse_args()
     (ROOT / "runs").mkdir(exist_ok=True)
     results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
@@ -352,14 +303,6 @@ def main() -> None:
     elif not LOAD.exists():
         print("skipped: ../shared/bench/api_load.py, the load that both servers get, is not there")
         return
-    elif arguments.order:
-        counted = order(arguments.rounds, arguments.clients)
-        results["order"] = {
-            "machine": described,
-            "measured": measured(),
-            "public_server": PUBLIC,
-            **counted,
-        }
     else:
         runs = compare(arguments.rounds, arguments.clients)
         name = "load" if arguments.clients == 16 else f"load, {arguments.clients} clients"

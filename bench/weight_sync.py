@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from bench.command_line import add_options
 from bench.gpu import ceiling
 from bench.gpu.processes import Worker, crossed_gpus
 from bench.gpu.runs import (
@@ -359,25 +360,36 @@ def _phases(phases: dict[str, dict[str, float]]) -> str:
     )
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--name": {"help": "of the results file, without .json"},
+    "--tp": {"type": int, "default": 1, "help": "vLLM's tensor-parallel degree"},
+    "--trainer-ranks": {
+        "type": int,
+        "default": 1,
+        "help": "processes of the trainer (torchrun, FSDP2)",
+    },
+    "--parts": {"nargs": "+", "choices": PARTS, "default": list(PARTS)},
+    "--transfers": {"nargs": "+", "default": ["direct", "overlapped"]},
+    "--throughput-seconds": {
+        "type": float,
+        "default": 30.0,
+        "help": "with updates; as many without",
+    },
+    "--throughput-concurrency": {"type": int, "default": 256},
+    "--update-every": {
+        "type": float,
+        "default": 5.0,
+        "help": "seconds, when throughput is measured",
+    },
+}
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__, "qwen3-1.7b")
-    parser.add_argument("--name", help="of the results file, without .json")
-    parser.add_argument("--tp", type=int, default=1, help="vLLM's tensor-parallel degree")
-    parser.add_argument(
-        "--trainer-ranks", type=int, default=1, help="processes of the trainer (torchrun, FSDP2)"
-    )
+    add_options(parser, OPTIONS)
     crossed = "each rank of the trainer on the GPU of one of vLLM's that another sends to"
     parser.add_argument("--crossed", action="store_true", help=crossed)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--transfers", nargs="+", default=["direct", "overlapped"])
     add_load(parser, [64, 256], 0.5)
-    parser.add_argument(
-        "--throughput-seconds", type=float, default=30.0, help="with updates; as many without"
-    )
-    parser.add_argument("--throughput-concurrency", type=int, default=256)
-    parser.add_argument(
-        "--update-every", type=float, default=5.0, help="seconds, when throughput is measured"
-    )
     args = parser.parse_args(arguments)
     if args.crossed and (
         args.tp < 2

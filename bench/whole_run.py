@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import add_options
 from bench.gpu.machine import describe
 from bench.gpu.processes import BenchError, Child, Task, Worker, free_port, wait_all
 from bench.gpu.random_checkpoint import end_tokens
@@ -419,62 +420,54 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join([table(heads, rows), *notes])
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--output": {"type": Path, "required": True, "help": "folder of whole_run.json and the logs"},
+    "--parts": {"nargs": "+", "choices": PARTS, "default": ["ours", "trl"]},
+    "--shape": {"choices": SHAPES, "default": "qwen3-1.7b"},
+    "--checkpoint": {
+        "type": Path,
+        "help": "folder for the random weights, used again if it has some",
+    },
+    "--steps": {"type": int, "default": 14},
+    "--leave-out": {"type": int, "default": 3, "help": "first steps that are not counted"},
+    "--sequences": {"type": int, "default": 256, "help": "of an optimizer step"},
+    "--group": {"type": int, "default": 8, "help": "answers to a question"},
+    "--in-flight": {
+        "type": int,
+        "default": 512,
+        "help": "answers that are sampled at the same time, at most",
+    },
+    "--cap": {"type": int, "default": 1024, "help": "most tokens of an answer"},
+    "--staleness": {"type": int, "default": 2, "help": "weight versions that an answer may be old"},
+    "--ahead": {
+        "type": int,
+        "default": 3,
+        "help": "batches that our environment may have queued or in work",
+    },
+    "--trainer-flags": {"default": "", "help": "more flags for grpo.py"},
+    "--trl-dtype": {"default": "float32", "help": "of TRL's weights; float32 is its default"},
+    "--ready-seconds": {"type": float, "default": 400.0, "help": "that a server may take to start"},
+    "--training-seconds": {"type": float, "default": 240.0, "help": "time limit of each training"},
+    "--seconds": {"type": float, "default": inf, "help": "time limit of everything"},
+    "--dry-run": {"action": "store_true", "help": "starter model, few and short answers, no GPU"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder of whole_run.json and the logs"
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["ours", "trl"])
+    add_options(parser, OPTIONS)
     questions = ROOT.parent / "shared" / "gsm8k" / "train.jsonl"
     parser.add_argument(
         "--questions", type=Path, default=questions, help="GSM8K's training questions, JSON lines"
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
-    parser.add_argument(
-        "--checkpoint", type=Path, help="folder for the random weights, used again if it has some"
-    )
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--leave-out", type=int, default=3, help="first steps that are not counted")
-    parser.add_argument("--sequences", type=int, default=256, help="of an optimizer step")
-    parser.add_argument("--group", type=int, default=8, help="answers to a question")
-    parser.add_argument(
-        "--in-flight",
-        type=int,
-        default=512,
-        help="answers that are sampled at the same time, at most",
-    )
-    parser.add_argument("--cap", type=int, default=1024, help="most tokens of an answer")
-    parser.add_argument(
-        "--staleness", type=int, default=2, help="weight versions that an answer may be old"
-    )
-    parser.add_argument(
-        "--ahead",
-        type=int,
-        default=3,
-        help="batches that our environment may have queued or in work",
     )
     kept = (
         "keys and values of each server; all are on one GPU, and one computes while the others wait"
     )
     parser.add_argument("--cache-gib", type=int, default=34, help=kept)
-    parser.add_argument("--trainer-flags", default="", help="more flags for grpo.py")
-    parser.add_argument(
-        "--trl-dtype", default="float32", help="of TRL's weights; float32 is its default"
-    )
     few = "tokens of a pass of TRL's; a smaller one takes less of the GPU's memory, in more passes (default: %(default)s)"
     parser.add_argument("--trl-token-budget", type=int, default=16384, help=few)
-    parser.add_argument(
-        "--ready-seconds", type=float, default=400.0, help="that a server may take to start"
-    )
-    parser.add_argument(
-        "--training-seconds", type=float, default=240.0, help="time limit of each training"
-    )
-    parser.add_argument("--seconds", type=float, default=inf, help="time limit of everything")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="starter model, few and short answers, no GPU"
-    )
     args = parser.parse_args(arguments)
     if args.dry_run:
         small = {

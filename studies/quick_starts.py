@@ -30,6 +30,7 @@ import subprocess
 import time
 from typing import Any
 
+from bench.command_line import add_options
 from bench.gpu.machine import describe
 from bench.measured import measured, put_into
 from example_trainer.launcher.starter_models import MODELS, STEPS
@@ -193,24 +194,31 @@ def measure(run: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--output": {"type": Path, "required": True, "help": "folder for the runs and their logs"},
+    "--into": {
+        "type": Path,
+        "default": None,
+        "help": "results file (default: the environment's in bench/results)",
+    },
+    "--environment": {"choices": tuple(FILES), "default": "arithmetic"},
+    "--model": {
+        "type": Path,
+        "default": None,
+        "help": "folder of a checkpoint (default: the environment's)",
+    },
+    "--steps": {
+        "type": int,
+        "default": None,
+        "help": "optimizer steps (default: the environment's)",
+    },
+    "--seconds": {"type": float, "default": 1800.0, "help": "longest time of a run"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder for the runs and their logs"
-    )
-    parser.add_argument(
-        "--into",
-        type=Path,
-        default=None,
-        help="results file (default: the environment's in bench/results)",
-    )
-    parser.add_argument("--environment", choices=tuple(FILES), default="arithmetic")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        default=None,
-        help="folder of a checkpoint (default: the environment's)",
-    )
+    add_options(parser, OPTIONS)
     parser.add_argument(
         "--runs",
         nargs="+",
@@ -218,10 +226,6 @@ def main(arguments: list[str] | None = None) -> int:
         default=None,
         help="seeds; '0 flat': learning rate 0; '0 #2': again",
     )
-    parser.add_argument(
-        "--steps", type=int, default=None, help="optimizer steps (default: the environment's)"
-    )
-    parser.add_argument("--seconds", type=float, default=1800.0, help="longest time of a run")
     args = parser.parse_args(arguments)
     args.output = args.output.absolute()
     args.model = (args.model or MODELS[args.environment]).absolute()

@@ -38,6 +38,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from bench.command_line import add_options
 from bench.gpu.machine import describe
 from bench.gpu.processes import ended_by_sigterm
 from bench.gpu.runs import Results
@@ -216,32 +217,32 @@ def train_all(runs: list[Run], args: argparse.Namespace, results: Results) -> li
     return [outcomes[run.name] for run in runs if run.name in outcomes]
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--output": {"type": Path, "required": True},
+    "--protocol": {
+        "choices": sorted(PROTOCOLS),
+        "default": "published",
+        "help": "default: %(default)s",
+    },
+    "--modes": {"nargs": "+", "choices": sorted(MODES), "default": ["on", "off"]},
+    "--seeds": {"nargs": "+", "type": int, "default": [0, 1, 2]},
+    "--lr": {"nargs": "+", "type": float, "help": "learning rates; not given: the protocol's"},
+    "--steps": {"type": int, "default": 100},
+    "--device": {"default": "auto"},
+    "--jobs": {"type": int, "default": 1, "help": "runs at the same time (default: %(default)s)"},
+    "--run-timeout": {"type": float, "default": 3600.0, "help": "seconds that one run may take"},
+    "--deadline": {
+        "type": float,
+        "default": 6 * 3600.0,
+        "help": "seconds after which every run is stopped",
+    },
+}
+
+
 def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument(
-        "--protocol", choices=sorted(PROTOCOLS), default="published", help="default: %(default)s"
-    )
-    parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=["on", "off"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument(
-        "--lr", nargs="+", type=float, help="learning rates; not given: the protocol's"
-    )
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="runs at the same time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--run-timeout", type=float, default=3600.0, help="seconds that one run may take"
-    )
-    parser.add_argument(
-        "--deadline",
-        type=float,
-        default=6 * 3600.0,
-        help="seconds after which every run is stopped",
-    )
+    add_options(parser, OPTIONS)
     parser.add_argument("rest", nargs="*", help="options of simple_rl.py, behind --")
     args = parser.parse_args()
     args.lr = args.lr or [PROTOCOLS[args.protocol].lr]

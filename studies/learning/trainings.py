@@ -58,6 +58,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import add_options
 from bench.gpu.machine import describe
 from bench.gpu.processes import BenchError, Child, tail
 from bench.gpu.runs import Results, run_and_report
@@ -449,86 +450,89 @@ def report(data: dict[str, Any]) -> str:
     )
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--output": {
+        "type": Path,
+        "required": True,
+        "help": "folder of learning.json, and of each training's files",
+    },
+    "--model": {
+        "type": Path,
+        "default": None,
+        "help": "what studies.word_problems.make_model wrote; --tiny: the starter model",
+    },
+    "--add-to": {
+        "type": Path,
+        "default": None,
+        "metavar": "FILE",
+        "help": "an earlier learning.json, whose runs are taken over",
+    },
+    "--only": {
+        "nargs": "+",
+        "choices": VARIANTS,
+        "metavar": "VARIANT",
+        "help": "variants to train; default: all of --list",
+    },
+    "--seeds": {"nargs": "+", "type": int, "default": None, "help": "default: 0 1 2; --tiny: 0"},
+    "--steps": {"type": int, "default": None, "help": "default: 150; --tiny: 3"},
+    "--groups": {"type": int, "default": 16, "help": "problems in a step (default: %(default)s)"},
+    "--group-size": {"type": int, "default": 8, "help": "answers to each (default: %(default)s)"},
+    "--max-tokens": {"type": int, "default": 192, "help": "of an answer (default: %(default)s)"},
+    "--max-model-len": {"type": int, "default": 512},
+    "--max-num-seqs": {"type": int, "default": 256},
+    "--lr": {"type": float, "default": 1e-4, "help": "learning rate (default: %(default)s)"},
+    "--problems": {"default": f"{TASK}REWARDED", "help": "see simple_rl.py (default: %(default)s)"},
+    "--evaluate-every": {"type": int, "default": 25, "help": "steps (default: %(default)s)"},
+    "--held-out": {
+        "type": int,
+        "default": 250,
+        "help": "problems of an evaluation (default: %(default)s)",
+    },
+    "--device": {"choices": ["cuda", "cpu"], "default": "cuda"},
+    "--tiny": {
+        "action": "store_true",
+        "help": "the starter model, few steps, one seed and three variants, to try the script",
+    },
+    "--jobs": {
+        "type": int,
+        "default": 6,
+        "help": "trainings at a time on each GPU (default: %(default)s); --tiny: 1",
+    },
+    "--cache-gib": {
+        "type": float,
+        "default": 3.0,
+        "help": "of each vLLM server (default: %(default)s)",
+    },
+    "--mps": {"action": "store_true", "help": "start CUDA's MPS for the trainings"},
+    "--stagger": {
+        "type": float,
+        "default": 1.0,
+        "help": "seconds between two starts (default: %(default)s)",
+    },
+    "--start-seconds": {
+        "type": float,
+        "default": 100.0,
+        "help": "expected, until trainings have ended (default: %(default)s)",
+    },
+    "--step-seconds": {"type": float, "default": 2.0, "help": "likewise (default: %(default)s)"},
+    "--run-timeout": {
+        "type": float,
+        "default": 900.0,
+        "help": "seconds that one training may take (default: %(default)s)",
+    },
+    "--seconds": {"type": float, "default": float("inf"), "help": "time limit of everything"},
+    "--list": {"action": "store_true", "help": "name the variants and end"},
+}
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add(
-        "--output",
-        type=Path,
-        required=True,
-        help="folder of learning.json, and of each training's files",
+    add_options(parser, OPTIONS)
+    parser.add_argument(
+        "rest", nargs="*", help="further options of simple_rl.py for all, behind --"
     )
-    add(
-        "--model",
-        type=Path,
-        default=None,
-        help="what studies.word_problems.make_model wrote; --tiny: the starter model",
-    )
-    add(
-        "--add-to",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="an earlier learning.json, whose runs are taken over",
-    )
-    add(
-        "--only",
-        nargs="+",
-        choices=VARIANTS,
-        metavar="VARIANT",
-        help="variants to train; default: all of --list",
-    )
-    add("--seeds", nargs="+", type=int, default=None, help="default: 0 1 2; --tiny: 0")
-    add("--steps", type=int, default=None, help="default: 150; --tiny: 3")
-    add("--groups", type=int, default=16, help="problems in a step (default: %(default)s)")
-    add("--group-size", type=int, default=8, help="answers to each (default: %(default)s)")
-    add("--max-tokens", type=int, default=192, help="of an answer (default: %(default)s)")
-    add("--max-model-len", type=int, default=512)
-    add("--max-num-seqs", type=int, default=256)
-    add("--lr", type=float, default=1e-4, help="learning rate (default: %(default)s)")
-    add("--problems", default=f"{TASK}REWARDED", help="see simple_rl.py (default: %(default)s)")
-    add("--evaluate-every", type=int, default=25, help="steps (default: %(default)s)")
-    add(
-        "--held-out", type=int, default=250, help="problems of an evaluation (default: %(default)s)"
-    )
-    add("--device", choices=["cuda", "cpu"], default="cuda")
-    add(
-        "--tiny",
-        action="store_true",
-        help="the starter model, few steps, one seed and three variants, to try the script",
-    )
-    add(
-        "--jobs",
-        type=int,
-        default=6,
-        help="trainings at a time on each GPU (default: %(default)s); --tiny: 1",
-    )
-    add("--cache-gib", type=float, default=3.0, help="of each vLLM server (default: %(default)s)")
-    add("--mps", action="store_true", help="start CUDA's MPS for the trainings")
-    add(
-        "--stagger",
-        type=float,
-        default=1.0,
-        help="seconds between two starts (default: %(default)s)",
-    )
-    add(
-        "--start-seconds",
-        type=float,
-        default=100.0,
-        help="expected, until trainings have ended (default: %(default)s)",
-    )
-    add("--step-seconds", type=float, default=2.0, help="likewise (default: %(default)s)")
-    add(
-        "--run-timeout",
-        type=float,
-        default=900.0,
-        help="seconds that one training may take (default: %(default)s)",
-    )
-    add("--seconds", type=float, default=float("inf"), help="time limit of everything")
-    add("--list", action="store_true", help="name the variants and end")
-    add("rest", nargs="*", help="further options of simple_rl.py for all, behind --")
     args = parser.parse_args(arguments)
     if args.tiny:
         small = {

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from bench.command_line import add_options
 from bench.measured import measured
 from studies.starter_model.measuring import generate
 from studies.starter_model.tokenizer import save_tokenizer, train_tokenizer
@@ -264,29 +265,32 @@ def train(
     return model.eval()
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--output": {"type": Path, "required": True, "help": "folder to write"},
+    "--shape": {"choices": PLANS, "default": "medium"},
+    "--device": {"choices": ["cuda", "cpu"], "default": "cuda"},
+    "--seed": {"type": int, "default": 0},
+    "--target": {"type": float, "help": "see Plan.target; default: the shape's"},
+    "--most-steps": {"type": int, "help": "see Plan.most_steps; default: the shape's"},
+    "--seconds": {
+        "type": float,
+        "default": 300.0,
+        "help": "after which the rate falls in any case (default: %(default)g)",
+    },
+    "--workers": {
+        "type": int,
+        "default": 8,
+        "help": "processes that make batches; 0: this one (default: %(default)s)",
+    },
+}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Make the model, and say how much it solves."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--shape", choices=PLANS, default="medium")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", type=float, help="see Plan.target; default: the shape's")
-    parser.add_argument("--most-steps", type=int, help="see Plan.most_steps; default: the shape's")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=300.0,
-        help="after which the rate falls in any case (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=8,
-        help="processes that make batches; 0: this one (default: %(default)s)",
-    )
+    add_options(parser, OPTIONS)
     options = parser.parse_args(arguments)
     given = {
         name: getattr(options, name)
