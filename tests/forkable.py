@@ -40,7 +40,7 @@ COMMANDS = {
         "bench/gpu/length_env.py": "bench.gpu.length_env",
         "bench.gpu.ceiling": "bench.gpu.ceiling",
         "bench.gpu.load": "bench.gpu.load",
-        "bench.gpu.memory_worker": "bench.gpu.memory_worker",
+        "tests.gpu.memory_worker": "tests.gpu.memory_worker",
         "bench.gpu.random_checkpoint": "bench.gpu.random_checkpoint",
         "bench.gpu.speed_worker": "bench.gpu.speed_worker",
         "bench.gpu.trainer": "bench.gpu.trainer",

@@ -13,10 +13,10 @@ import psutil
 import torch
 
 from bench.gpu.live_bytes import Meter
-from bench.gpu.memory_worker import Configuration, random_model
 from bench.gpu.processes import answer_once
-from bench.gpu.synthetic import Work, geometry_of, gradient_of, random_bin
+from bench.gpu.synthetic import Work, geometry_of, gradient_of, random_bin, random_weights
 from example_trainer.config import TrainerConfig
+from example_trainer.models.decoder import Decoder
 from example_trainer.models.head import default_chunk
 from example_trainer.models.ops import choose_table
 from example_trainer.training.memory_choice import offload_seconds
@@ -88,8 +88,9 @@ def measure(choice: Choice, device: torch.device) -> dict[str, Any]:
         optimizer_offload=choice.offload,
     )
     with Meter(device) as meter:
-        configuration = Configuration(choice.name, choice.shape, checkpointing=choice.checkpointing)
-        model = random_model(configuration, request.geometry, request.dtype, device)
+        model = Decoder(request.geometry, request.dtype, device)
+        random_weights(model, model.shards)
+        model.gradient_checkpointing = choice.checkpointing
         before, begun = psutil.Process().memory_info().rss, time.perf_counter()
         optimizer = make_optimizer(config, model)
         made = time.perf_counter() - begun

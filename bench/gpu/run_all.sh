@@ -119,7 +119,7 @@ case $kind in
     [[ $(nvidia-smi --list-gpus | wc -l) == 1 ]] || run 290 async_exact_broadcast tests/gpu/check_async_exact.py --copies 2 --name async_exact_broadcast
     ;;
   colocate) run 535 colocate bench/colocate.py ;;
-  memory) run 530 memory_plan bench/memory_plan.py ;;
+  memory) run 530 memory_plan tests/gpu/check_memory_plan.py ;;
   optimizer) run 580 optimizer_choices bench/optimizer_choices.py ;;
   trainer-speed) run 500 trainer_speed bench/trainer_speed.py --seconds 480 ;;
   sampling-cost) run 420 generate_cost bench/generate_cost.py --ramp 15 --seconds 15 ;;

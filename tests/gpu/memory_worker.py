@@ -1,4 +1,4 @@
-"""One configuration of bench/memory_plan.py, in a process of its own: real steps, and the most
+"""One configuration of tests/gpu/check_memory_plan.py, in a process of its own: real steps, and the most
 bytes in each part of them.
 """
 

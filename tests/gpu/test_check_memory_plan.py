@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import memory_plan
 from bench.measured import COMMIT_VARIABLE
+from tests.gpu import check_memory_plan
 
 
 @pytest.mark.usefixtures("forked_children")
@@ -16,7 +16,7 @@ def test_a_tiny_configuration_is_planned_measured_and_written_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(COMMIT_VARIABLE, "abc")
-    status = memory_plan.main(
+    status = check_memory_plan.main(
         ["--output", str(tmp_path), "--device", "cpu", "--only", "reference_1.7b"]
     )
     printed = capsys.readouterr().out

@@ -1,9 +1,9 @@
 """Does the memory plan say what a training takes? Real steps with random weights of real shapes; no
 vLLM, no network, no files.
 
-    python bench/memory_plan.py --output DIR                    every configuration that the GPUs at hand suffice for
-    python bench/memory_plan.py --output DIR --only lora_8b     some of them
-    python bench/memory_plan.py --output DIR --device cpu       tiny models on the CPU, to try the script
+    python tests/gpu/check_memory_plan.py --output DIR                    every configuration that the GPUs at hand suffice for
+    python tests/gpu/check_memory_plan.py --output DIR --only lora_8b     some of them
+    python tests/gpu/check_memory_plan.py --output DIR --device cpu       tiny models on the CPU, to try the script
 
 Each configuration is a process of its own (under torchrun if it has several ranks). Measured is
 what torch's allocator has given out (`torch.cuda.max_memory_allocated`; on a CPU tensors are
@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 from dataclasses import asdict, replace
@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from bench.gpu.memory_worker import Configuration
 from bench.gpu.processes import BenchError, Task, all_stopped
 from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.summary import table
 from bench.measured import measured
+from tests.gpu.memory_worker import Configuration
 
 WITHIN = 0.10
 SECONDS = 240
@@ -64,7 +64,7 @@ def run(asked: Configuration, output: Path) -> dict[str, Any]:
     """Start the configuration's processes and wait for them. Returns the result, or an `error`."""
     task = Task(
         f"memory_plan-{asked.name}",
-        "bench.gpu.memory_worker",
+        "tests.gpu.memory_worker",
         asdict(asked),
         output,
         SECONDS,
