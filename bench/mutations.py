@@ -188,7 +188,7 @@ def sample(module: str, source: str, count: int, seed: int) -> list[int]:
     return numbers[:count]
 
 
-def mirrored_tests(module: str) -> list[str]:
+def mirrored_tests(module: str, tree: Path = ROOT) -> list[str]:
     """List the test files that import a module, have its name, or are listed with it."""
     folder, _, name = module.removesuffix(".py").replace("/", ".").rpartition(".")
     imports = re.compile(
@@ -196,7 +196,7 @@ def mirrored_tests(module: str) -> list[str]:
         re.MULTILINE,
     )
     files = {
-        str(path.relative_to(ROOT)): path for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        str(path.relative_to(tree)): path for path in sorted((tree / "tests").rglob("test_*.py"))
     }
     return [
         file
@@ -246,8 +246,8 @@ def try_module(
     tree: Path, module: str, numbers: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
     """Run the tests of a module against its mutants; ends the program if they fail without one."""
-    source = (ROOT / module).read_text(encoding="utf-8")
-    sites, tests = sites_of(source), mirrored_tests(module)
+    source = (tree / module).read_text(encoding="utf-8")
+    sites, tests = sites_of(source), mirrored_tests(module, tree)
     for markers in TIERS.values():
         broken = first_failure(tree, tests, markers, seconds)
         if broken:
@@ -303,7 +303,7 @@ def main() -> None:
         copy_tree(Path(folder))
         for place, module in enumerate(MODULES):
             share = len(range(place, options.mutants, len(MODULES)))
-            source = (ROOT / module).read_text(encoding="utf-8")
+            source = (Path(folder) / module).read_text(encoding="utf-8")
             numbers = sample(module, source, share, options.seed)
             if numbers:
                 rows += try_module(Path(folder), module, numbers, options.seconds)

@@ -67,6 +67,7 @@ def test_each_mutant_differs_from_its_module_in_one_place(module: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_the_default_tier_has_mirrored_tests_of_each_module(module: str) -> None:
+    assert sites_of((ROOT / module).read_text(encoding="utf-8"))
     tests = mirrored_tests(module)
     assert set(MODULES[module]) <= set(tests)
     assert set(tests) & set(DEFAULT)
