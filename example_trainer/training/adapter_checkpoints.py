@@ -61,7 +61,9 @@ class AdapterCheckpoints(Checkpoints):
 
 def checkpoint_prefix(config: TrainerConfig) -> str:
     """What the names of this run's checkpoints begin with."""
-    return ADAPTER_PREFIX if config.lora else PREFIX
+    if config.lora:
+        return ADAPTER_PREFIX
+    return PREFIX
 
 
 def make_checkpoints(
@@ -74,8 +76,11 @@ def make_checkpoints(
     """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format. `restarts_at` is the
     bridge's.
     """
-    last, keep = start.saved.step if start.saved else None, config.keep_checkpoints
-    states = None if config.keep_optimizer_states == "all" else config.keep_optimizer_states
+    last = states = None
+    if start.saved:
+        last = start.saved.step
+    if config.keep_optimizer_states != "all":
+        states = config.keep_optimizer_states
     if not config.lora:
 
         def in_use(step: int) -> bool:
@@ -83,6 +88,10 @@ def make_checkpoints(
             # that training went on from.
             return step == last or restarts_at(step)
 
-        return Checkpoints(config.save_path, start.run, states, last, ranks, keep, in_use)
+        return Checkpoints(
+            config.save_path, start.run, states, last, ranks, config.keep_checkpoints, in_use
+        )
     writer = AdapterWriter(model, config.lora, base_model_name(config.model_name))
-    return AdapterCheckpoints(config.save_path, start.run, states, last, writer, keep)
+    return AdapterCheckpoints(
+        config.save_path, start.run, states, last, writer, config.keep_checkpoints
+    )

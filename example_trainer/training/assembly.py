@@ -209,9 +209,7 @@ def begin_run(
         reference = ReferenceSettings.of(config, models.model).for_the_wire()
     run = start.run
     batches.register(
-        registration(
-            config, optimizer.steps, run.lives, start.positions, reference, run.public_name
-        )
+        registration(config, optimizer.steps, run.lives, start.positions, reference, run.name)
     )
 
 

@@ -17,7 +17,7 @@ from example_trainer.errors import (
     RolloutServiceError,
     TrainerError,
 )
-from example_trainer.training.loop_interfaces import BatchSource
+from example_trainer.training.batch_source import BatchSource
 
 ERROR_SECONDS, SIGNAL_SECONDS = 10.0, 2.0
 """How long the rollout service may be away for the report."""
@@ -71,6 +71,9 @@ class BatchFailures:
         of_batch = of_batch and (
             isinstance(error, BatchError | ParityError) or not isinstance(error, TrainerError)
         )
-        text = f"{type(error).__name__}: {error}" if of_batch and not learned else None
-        seconds = ERROR_SECONDS if isinstance(error, Exception) else SIGNAL_SECONDS
+        text, seconds = None, SIGNAL_SECONDS
+        if of_batch and not learned:
+            text = f"{type(error).__name__}: {error}"
+        if isinstance(error, Exception):
+            seconds = ERROR_SECONDS
         self._batches.last_report(figures, text, seconds)

@@ -190,16 +190,13 @@ class Checkpoints:
             return final
         keys = [*(f"master.{name}" for name in names), *states]
         state_entries = optimizer.whole_state()
-        needed = (
-            sum(kind.itemsize * math.prod(shape) for kind, shape in state_entries.values())
-            if states
-            else 0
-        )
-        needed += (
-            sum(dtype.itemsize * math.prod(shape) for shape in optimizer.whole_shapes.values())
-            if names
-            else 0
-        )
+        needed = 0
+        if states:
+            needed += sum(
+                kind.itemsize * math.prod(shape) for kind, shape in state_entries.values()
+            )
+        if names:
+            needed += dtype.itemsize * sum(map(math.prod, optimizer.whole_shapes.values()))
 
         def write(tensors: Iterator[tuple[str, Tensor]], moved: Callable[[], None]) -> None:
             weights = (
@@ -248,7 +245,7 @@ class Checkpoints:
         weights = (
             (name, state[f"master.{name}"].cpu()) for name in self._weights(model, optimizer)
         )
-        needed = dtype.itemsize * sum(math.prod(shape) for shape in optimizer.whole_shapes.values())
+        needed = dtype.itemsize * sum(map(math.prod, optimizer.whole_shapes.values()))
         with self._draft(final, needed, lambda: None) as draft:
             self._write_weights(model, dtype, weights, draft, lambda: None)
             _write_record(draft, self._record(optimizer, config, batch, unacknowledged))
@@ -268,7 +265,7 @@ class Checkpoints:
             "step": optimizer.steps,
             "updates": optimizer.updates,
             "run": self.run.record(),
-            "batch": vars(batch) if batch else None,
+            "batch": batch and vars(batch),
             "unacknowledged": [vars(one) for one in unacknowledged],
             "config": config,
         }
@@ -402,14 +399,10 @@ class Checkpoints:
             )  # whoever is told that the step is saved may rely on it, whatever happens to the power
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
-            kept = (
-                f"{self.path(self._whole).name} is untouched"
-                if self._whole is not None
-                else "there was none before it"
-            )
-            reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(
-                str(error).split()
-            )
+            kept = "there was none before it"
+            if self._whole is not None:
+                kept = f"{self.path(self._whole).name} is untouched"
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             if isinstance(error, OSError) and error.errno in DISK_REFUSALS:
                 reason += f" (it needs {needed / 1e9:.2f} GB)"
             raise CheckpointError(
@@ -452,9 +445,10 @@ class Checkpoints:
             if one not in needed:
                 remove(one.path, self.folder)
                 logger.info("Removed checkpoint %s (--keep-checkpoints %d)", one.path, self.keep)
-        for one in (
-            [] if self.keep_states is None else stateful[: max(0, len(stateful) - self.keep_states)]
-        ):
+        kept = len(stateful)
+        if self.keep_states is not None:
+            kept = self.keep_states
+        for one in stateful[: max(0, len(stateful) - kept)]:
             if one.path.exists():
                 write_whole(
                     one.path / TRAINER_FILE, (one.path / STATE_FOLDER / TRAINER_FILE).read_bytes()

@@ -128,16 +128,10 @@ def _beside_float16(
     config: TrainerConfig, asked: torch.dtype | None, device: torch.device, converts: bool
 ) -> torch.dtype:
     if not converts or config.deterministic:
-        needs = (
-            "--deterministic compares the bits of both"
-            if config.deterministic
-            else "a single copy trains in its memory"
-        )
-        instead = (
-            ""
-            if config.deterministic
-            else ", or train with --use-shared-memory (broadcast), which sends it float16"
-        )
+        needs = "a single copy trains in its memory"
+        instead = ", or train with --use-shared-memory (broadcast), which sends it float16"
+        if config.deterministic:
+            needs, instead = "--deterministic compares the bits of both", ""
         raise ConfigError(
             f"the vLLM server holds float16 weights, in which gradients vanish, and {needs}: start the server with "
             f"--dtype bfloat16{instead}"

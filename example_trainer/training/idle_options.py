@@ -21,45 +21,59 @@ def idle_options(config: TrainerConfig, objective: Objective) -> list[str]:
     Args:
         objective: that of the options.
     """
-    advantages = config.method.advantages
-    off = {
-        f"--advantages is {advantages}": ("advantage_beta",) if advantages != "exponential" else (),
-        f"--kl-coef is {config.kl_coef:g}": (
-            ("kl_in", "reference_model", "ref_logprobs_from_workers") if not config.kl_coef else ()
+    correction, advantages = objective.correction, config.method.advantages
+    own_loss = is_import(objective.name)
+    corrects_present = correction.corrects_present and not own_loss
+    ratio_is_one = objective.ratio_is_one(config.several_updates) and not own_loss
+    penalises = config.truncated_answers == "penalise"
+    rows = (
+        (advantages != "exponential", f"--advantages is {advantages}", ("advantage_beta",)),
+        (
+            not config.kl_coef,
+            f"--kl-coef is {config.kl_coef:g}",
+            ("kl_in", "reference_model", "ref_logprobs_from_workers"),
         ),
-        f"--distill-coef is {config.distill_coef:g}": ("distill_in",)
-        if not config.distill_coef
-        else (),
-        f"--truncated-answers is {config.truncated_answers}": (
-            ("overlong_buffer", "overlong_penalty")
-            if config.truncated_answers != "penalise"
-            else ()
+        (not config.distill_coef, f"--distill-coef is {config.distill_coef:g}", ("distill_in",)),
+        (
+            not penalises,
+            f"--truncated-answers is {config.truncated_answers}",
+            ("overlong_buffer", "overlong_penalty"),
         ),
-        f"--correction is {config.correction}": (
-            *(("correction_high", "correction_low") if config.correction == "none" else ()),
-            *(("correction_ratio",) if not objective.correction.active else ()),
+        (
+            config.correction == "none",
+            f"--correction is {config.correction}",
+            ("correction_high", "correction_low"),
         ),
-    }
-    if objective.correction.corrects_present and not is_import(objective.name):
-        off[
+        (not correction.active, f"--correction is {config.correction}", ("correction_ratio",)),
+        (
+            corrects_present,
             f"with --correction-ratio now and --correction {config.correction} the correction has the whole ratio, and the "
-            "loss's is 1; they act with --correction-ratio proximal and several updates (--minibatches, --ppo-epochs)"
-        ] = _BOUNDS
-    elif objective.ratio_is_one(config.several_updates) and not is_import(objective.name):
-        off[
+            "loss's is 1; they act with --correction-ratio proximal and several updates (--minibatches, --ppo-epochs)",
+            _BOUNDS,
+        ),
+        (
+            ratio_is_one and not corrects_present,
             f"with --correction {config.correction} and one update of a batch the loss's ratio is 1; they act with several "
-            "(--minibatches, --ppo-epochs), or on the ratio to the sampler with --correction none"
-        ] = _BOUNDS
-    notes = []
-    for reason, names in off.items():
-        given = [
-            f"{flag_of(name)} {getattr(config, name)}" for name in names if _is_given(config, name)
-        ]
-        if given:
-            notes.append(
-                f"{' and '.join(given)} {'does' if len(given) == 1 else 'do'} nothing: {reason}"
+            "(--minibatches, --ppo-epochs), or on the ratio to the sampler with --correction none",
+            _BOUNDS,
+        ),
+    )
+    flags: dict[str, list[str]] = {}
+    for is_off, reason, names in rows:
+        if is_off:
+            flags.setdefault(reason, []).extend(
+                f"{flag_of(name)} {getattr(config, name)}"
+                for name in names
+                if _is_given(config, name)
             )
-    return notes
+    return [_note(words, reason) for reason, words in flags.items() if words]
+
+
+def _note(words: list[str], reason: str) -> str:
+    verb = "do"
+    if len(words) == 1:
+        verb = "does"
+    return f"{' and '.join(words)} {verb} nothing: {reason}"
 
 
 def _is_given(config: TrainerConfig, name: str) -> bool:

@@ -119,7 +119,9 @@ def free_room(bridge: WeightBridge, device: torch.device, server: ServerPlan | N
     ranks_here = _ranks("LOCAL_WORLD_SIZE")
     if device.type == "cpu":
         free //= ranks_here  # the ranks share this machine's memory
-    reserved = server.reserved(total) if server else 0
+    reserved = 0
+    if server is not None:
+        reserved = server.reserved(total)
     free += bridge.lent_bytes - reserved
     host, lent = free_host_memory()[0], bridge.lent_bytes
     return Room(device, free, total, host, ranks_here, lent, reserved, bridge.server_share)
@@ -134,18 +136,24 @@ def candidates(request: MemoryRequest, config: TrainerConfig, room: Room) -> lis
     batch is, and recomputing costs a third of every forward and backward pass.
     """
     on_gpu = room.device.type == "cuda"
-    open_offload = [False, True] if on_gpu and request.lora is None else [False]
-    offload = open_offload if config.optimizer_offload == "auto" else [config.optimizer_offload]
-    recompute = [config.gradient_checkpointing]
-    if config.gradient_checkpointing is None:
-        recompute = [False, True] if on_gpu else [False]
+    offload = _values(config.optimizer_offload, on_gpu and request.lora is None)
+    recompute = _values(config.gradient_checkpointing, on_gpu)
     ways = [
-        replace(request, offload=o, gradient_checkpointing=bool(r))
+        replace(request, offload=o, gradient_checkpointing=r)
         for r, o in product(recompute, offload)
     ]
     if config.tokens_per_microbatch is None and on_gpu:
         return [replace(way, tokens_per_microbatch=token_budget(way, room.free)) for way in ways]
     return ways
+
+
+def _values(option: object, open_on_this_device: bool) -> list[bool]:
+    """The values of an option that may be tried: the one that was chosen, or both."""
+    if isinstance(option, bool):
+        return [option]
+    if not open_on_this_device:
+        return [False]
+    return [False, True]
 
 
 def first_that_fits(ranks: Sequence[Sequence[tuple[bool, bool]]]) -> int | None:
@@ -222,12 +230,9 @@ def choice_line(way: MemoryRequest, asked: MemoryRequest, room: Room) -> str:
         )
         if room.device.type == "cuda":
             costs.append(f"each update takes about {offload_seconds(way):.1f} s longer")
-    layers = (
-        "layers computed again in the backward pass"
-        if way.gradient_checkpointing
-        else "layers kept"
-    )
+    layers = "layers kept"
     if way.gradient_checkpointing:
+        layers = "layers computed again in the backward pass"
         costs.append("each microbatch has a third more to compute")
     words = [
         f"{way.optimizer}, {place}, {layers}",

@@ -117,11 +117,9 @@ class MemoryRequest:
     @property
     def trained(self) -> int:
         """Trained elements of the whole model."""
-        return (
-            lora_parameter_count(self.geometry, *self.lora)
-            if self.lora
-            else parameter_count(self.geometry)
-        )
+        if self.lora:
+            return lora_parameter_count(self.geometry, *self.lora)
+        return parameter_count(self.geometry)
 
     @property
     def quantised(self) -> int:
@@ -226,7 +224,7 @@ def layer_activation_bytes(
     inner values.
     """
     g, s = geometry, itemsize
-    targets = PROJECTIONS if lora is None else tuple(lora[1])
+    rank, targets = lora or (0, PROJECTIONS)
     total: float = (
         s * (g.q_size + 2 * g.kv_size)
         + s * (g.q_size + g.kv_size)
@@ -236,7 +234,7 @@ def layer_activation_bytes(
     if share_prefixes:
         total += s * (2 * SEEN_PER_TOKEN - 1) * g.kv_size
     if table == "reference":
-        scaled = 0 if lora else FLOAT32
+        scaled = FLOAT32 * (not lora)
         before_attention, before_mlp = (
             {"q_proj", "k_proj", "v_proj"} & set(targets),
             {"gate_proj", "up_proj"} & set(targets),
@@ -244,15 +242,15 @@ def layer_activation_bytes(
         total += 2 * (FLOAT32 + scaled + FLOAT32 / g.hidden_size) * g.hidden_size
         total += s * g.hidden_size * (bool(before_attention) + bool(before_mlp)) + s * g.head_dim
         if g.qk_norm:
-            copied = FLOAT32 if s < FLOAT32 else 0
+            copied = FLOAT32 * (s < FLOAT32)
             total += (copied + scaled) * (g.q_size + g.kv_size) + FLOAT32 * (
                 g.num_heads + g.num_kv_heads
             )
         total += s * g.q_size * ("o_proj" in targets)
-        total += s * g.intermediate_size * (4 if "down_proj" in targets else 3)
+        total += s * g.intermediate_size * (3 + ("down_proj" in targets))
     else:
         total += 4 * s * g.hidden_size + 3 * s * g.intermediate_size
-    return int(total) + (s * lora[0] * len(targets) if lora else 0)
+    return int(total) + s * rank * len(targets)
 
 
 def _layer_bytes(request: MemoryRequest) -> int:
@@ -268,8 +266,11 @@ def kept_activation_bytes(request: MemoryRequest) -> int:
     keeps, and the rows that the logits are made of.
     """
     g, s = request.local, request.dtype.itemsize
-    layer = 2 * s * g.hidden_size if request.gradient_checkpointing else _layer_bytes(request)
-    norm = s if request.table != "reference" else FLOAT32 if request.lora else 2 * FLOAT32
+    layer, norm = _layer_bytes(request), s
+    if request.gradient_checkpointing:
+        layer = 2 * s * g.hidden_size
+    if request.table == "reference":
+        norm = FLOAT32 * (1 + (not request.lora))
     return request.tokens * (g.num_layers * layer + (norm + s) * g.hidden_size)
 
 
@@ -284,12 +285,10 @@ def backward_activation_bytes(request: MemoryRequest) -> int:
     """
     g, s = request.local, request.dtype.itemsize
     layer = _layer_bytes(request)
-    kept = (
-        g.num_layers * 2 * s * g.hidden_size + layer
-        if request.gradient_checkpointing
-        else g.num_layers * layer
-    )
-    copied = FLOAT32 if request.lora and s < FLOAT32 else 0
+    kept = g.num_layers * layer
+    if request.gradient_checkpointing:
+        kept = g.num_layers * 2 * s * g.hidden_size + layer
+    copied = FLOAT32 * bool(request.lora and s < FLOAT32)
     flight = 2 * s * g.intermediate_size + (2 * s + copied) * g.hidden_size
     return request.tokens * (kept + flight)
 
@@ -310,9 +309,9 @@ def logits_bytes(request: MemoryRequest) -> int:
     tables = {
         "fast": s,
         "invariant": 3 * s,
-        "reference": max(2 * FLOAT32, s + FLOAT32 if s < FLOAT32 else 0),
+        "reference": max(2 * FLOAT32, (s + FLOAT32) * (s < FLOAT32)),
     }[request.table]
-    matrix = 0 if request.lora or request.sums else g.vocab_size * g.hidden_size
+    matrix = g.vocab_size * g.hidden_size * (not request.lora and not request.sums)
     return max(tables * table + FLOAT32 * matrix, (FLOAT32 + s) * matrix)
 
 
@@ -331,18 +330,17 @@ def lasting_items(request: MemoryRequest) -> dict[str, int]:
     """Bytes that are there in every moment, by what they are for."""
     g, s, ranks = request.geometry, request.dtype.itemsize, request.world_size
     parameters, trained = parameter_count(g), request.trained
-    adapters = s * trained if request.lora else 0
-    on_device = 0 if request.offload else 1
-    staged = min(BUCKET_ELEMENTS, trained // ranks) if request.offload else 0
+    adapters, copies = s * trained * bool(request.lora), not request.single_copy
+    on_device, references = not request.offload, int(request.reference)
+    staged = min(BUCKET_ELEMENTS, trained // ranks) * request.offload
     state_bytes = FLOAT32 + request.moment_bytes / trained  # of an element
     return {
-        "weights (this trainer's own copy)": adapters
-        + (0 if request.single_copy else s * parameters // ranks),
+        "weights (this trainer's own copy)": adapters + copies * (s * parameters // ranks),
         MASTERS: FLOAT32 * on_device * trained // ranks,
         MOMENTS: on_device * request.moment_bytes // ranks,
         "masters and moments on their way": int(SLOTS * state_bytes * staged),
-        "reference model": s * parameters // ranks if request.reference else 0,
-        "rotary tables": s * g.max_positions * g.head_dim * (2 if request.reference else 1),
+        "reference model": references * (s * parameters // ranks),
+        "rotary tables": s * g.max_positions * g.head_dim * (1 + references),
         SEND_BUFFERS: send_buffer_bytes(request),
         WORKSPACES: request.workspace,
     }
@@ -350,11 +348,9 @@ def lasting_items(request: MemoryRequest) -> dict[str, int]:
 
 def host_bytes(request: MemoryRequest) -> int:
     """Bytes of the host's memory that one rank keeps masters and moments in."""
-    return (
-        (FLOAT32 * request.trained + request.moment_bytes) // request.world_size
-        if request.offload
-        else 0
-    )
+    if not request.offload:
+        return 0
+    return (FLOAT32 * request.trained + request.moment_bytes) // request.world_size
 
 
 def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
@@ -366,11 +362,12 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     """
     g, s, ranks = request.geometry, request.dtype.itemsize, request.world_size
     matrix = request.local.vocab_size * g.hidden_size
-    twice = matrix if request.sums and g.tie_word_embeddings else 0
+    twice = matrix * (request.sums and g.tie_word_embeddings)
     gradients = {GRADIENTS: FLOAT32 * (request.trained // ranks + twice)}
     root, layer = root_parameter_count(g), layer_parameter_count(g)
-    head = 0 if request.lora else s * matrix
-    gathered = {"embedding and output matrix, gathered": s * root} if request.sharded else {}
+    head, gathered = s * matrix * (not request.lora), {}
+    if request.sharded:
+        gathered = {"embedding and output matrix, gathered": s * root}
     states = s * request.tokens * g.hidden_size  # the gradient of those that the logits are made of
     loss = {
         ACTIVATIONS: kept_activation_bytes(request) + states,

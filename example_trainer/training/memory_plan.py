@@ -201,9 +201,9 @@ def _lower_share(request: MemoryRequest, room: Room) -> list[str]:
     ):
         return []
     share = fitting_server_share(request, room)
-    return (
-        [] if share is None else [f"start vLLM with --gpu-memory-utilization {share:.2f} or less"]
-    )
+    if share is None:
+        return []
+    return [f"start vLLM with --gpu-memory-utilization {share:.2f} or less"]
 
 
 def fitting_server_share(request: MemoryRequest, room: Room) -> float | None:
@@ -224,7 +224,9 @@ def fitting_server_share(request: MemoryRequest, room: Room) -> float | None:
         math.floor(100 * share + 1e-6) / 100
     )  # the decimal fraction that was given may lie below its hundredth
     weights = request.dtype.itemsize * parameter_count(request.geometry) / request.world_size
-    return share if share * room.total > weights + LEAST_SERVER_WORKSPACE else None
+    if share * room.total <= weights + LEAST_SERVER_WORKSPACE:
+        return None
+    return share
 
 
 def _flag_changes(
@@ -298,7 +300,9 @@ def _needs(request: MemoryRequest, room: Room) -> str:
     """`100.61 GiB then`, or both sizes if host memory is needed too."""
     size = f"{plan_memory(request).total / 2**30:.2f} GiB then"
     host = room.host_needed(request)
-    return f"{size}, and {host / 2**30:.2f} GiB of host memory" if host else size
+    if not host:
+        return size
+    return f"{size}, and {host / 2**30:.2f} GiB of host memory"
 
 
 def token_budget(request: MemoryRequest, free: int) -> int:
@@ -347,18 +351,18 @@ def require_memory(request: MemoryRequest, room: Room) -> MemoryPlan:
 
 def _beside(room: Room) -> str:
     """The memory that a server of the trainer's needs, if it shares the device."""
-    return (
-        f" beside the {room.server / 2**30:.2f} GiB that the vLLM server needs there"
-        if room.server
-        else ""
-    )
+    if not room.server:
+        return ""
+    return f" beside the {room.server / 2**30:.2f} GiB that the vLLM server needs there"
 
 
 def _saved_already(request: MemoryRequest) -> str:
     """The ways to save memory that a need counts already."""
     ways = ["masters and moments in host memory"] * request.offload
     ways += ["layers computed again in the backward pass"] * request.gradient_checkpointing
-    return f" ({', '.join(ways)})" if ways else ""
+    if not ways:
+        return ""
+    return f" ({', '.join(ways)})"
 
 
 def require_between_turns(plan: MemoryPlan, free: int, lent: int) -> None:

@@ -55,9 +55,10 @@ def make_model(
     """
     if config.lora and start:
         check_same_adapter(start, config.lora, dtype)
-    model = load_model(
-        config.model_name if config.lora else str(start or config.model_name), dtype, device, make
-    )
+    source = str(start or config.model_name)
+    if config.lora:
+        source = config.model_name
+    model = load_model(source, dtype, device, make)
     model.gradient_checkpointing = bool(config.gradient_checkpointing)
     if config.lora:
         attach_adapters(model, config.lora)

@@ -60,7 +60,9 @@ def learning_rate_factor(
     if schedule == "constant":
         return 1.0
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    if schedule == "linear":
+        return 1.0 - done
+    return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True)
@@ -311,11 +313,9 @@ class MasterAdamW:
         """One pass over tensors on the device: elementwise, so its result depends neither on
         threads nor on grouping.
         """
-        scale = (
-            None
-            if divisor is None
-            else torch.tensor(divisor, dtype=torch.float32, device=self.device)
-        )
+        scale = None
+        if divisor is not None:
+            scale = torch.tensor(divisor, dtype=torch.float32, device=self.device)
         for matrices in (True, False):
             chosen = [
                 number

@@ -75,7 +75,9 @@ def visible_gpus(config: TrainerConfig) -> int:
     """GPUs that --device lets the trainer use; 0 on a CPU. No GPU is touched."""
     if config.device.startswith("cuda:"):
         return 1
-    return torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
+    if config.device not in ("auto", "cuda"):
+        return 0
+    return torch.cuda.device_count()
 
 
 def plan_ranks(
@@ -150,15 +152,14 @@ def _beside_server(config: TrainerConfig, gpus: int, stop: StopSignal) -> RankPl
     with closing(server):
         info = server.wait_for_info()
     if not config.single_copy:
-        single, reason = prefers_single_copy(
-            info, gpus if config.ranks == "auto" else int(config.ranks)
-        )
+        single, reason = prefers_single_copy(info, _asked_ranks(config, gpus))
         if single and config.ranks not in ("auto", info["tp_degree"]):
             single, reason = (
                 False,
                 f"vLLM has {info['tp_degree']} rank(s) and --ranks is {config.ranks}",
             )
-        logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", reason)
+        names = {True: "Single copy", False: "Broadcast"}
+        logger.info("[Bridge] %s: %s", names[single], reason)
         if not single:
             return _spread(config, gpus, ("--use-shared-memory",))
     require_one_replica(info, server.url)
@@ -173,24 +174,30 @@ def _beside_server(config: TrainerConfig, gpus: int, stop: StopSignal) -> RankPl
         logger.info("[Ranks] Starting %d ranks, one for each of vLLM's at %s", count, server.url)
         return RankPlan(count, config, ("--ranks", str(count), "--single-copy"))
     _log_idle(gpus, f"a single copy has one rank for each of vLLM's, and {server.url} has one")
-    device = _device_of(info, config.device) if gpus > 1 else config.device
+    device = config.device
+    if gpus > 1:
+        device = _device_of(info, config.device)
     return RankPlan(1, config.model_copy(update={"device": device, "single_copy": True}))
 
 
 def _spread(config: TrainerConfig, gpus: int, flags: tuple[str, ...]) -> RankPlan:
-    count = max(1, gpus) if config.ranks == "auto" else int(config.ranks)
+    count = max(1, _asked_ranks(config, gpus))
     if count == 1:
         _log_idle(gpus, "--ranks is 1")
-        return RankPlan(
-            1, config.model_copy(update={"use_shared_memory": True}) if flags else config
-        )
-    why = (
-        "one for each GPU that this trainer sees (--ranks 1: one GPU)"
-        if count == gpus
-        else f"--ranks {count}"
-    )
+        if flags:
+            config = config.model_copy(update={"use_shared_memory": True})
+        return RankPlan(1, config)
+    why = f"--ranks {count}"
+    if count == gpus:
+        why = "one for each GPU that this trainer sees (--ranks 1: one GPU)"
     logger.info("[Ranks] Starting %d ranks with FSDP2: %s", count, why)
     return RankPlan(count, config, ("--ranks", str(count), *flags))
+
+
+def _asked_ranks(config: TrainerConfig, gpus: int) -> int:
+    if config.ranks == "auto":
+        return gpus
+    return int(config.ranks)
 
 
 def _device_of(info: Mapping[str, Any], otherwise: str) -> str:

@@ -135,11 +135,9 @@ def choose_start(
         return _newest_run(folder, model_name, now_ms, prefix)
     path = Path(resume).expanduser()
     if not has_record(path):
-        what = (
-            "does not exist"
-            if not path.is_dir()
-            else f"has no {STATE_FOLDER}/{TRAINER_FILE} and no {TRAINER_FILE}"
-        )
+        what = "does not exist"
+        if path.is_dir():
+            what = f"has no {STATE_FOLDER}/{TRAINER_FILE} and no {TRAINER_FILE}"
         raise CheckpointError(
             f"--resume {resume}: the folder {what}; give a {prefix}N folder of a trainer, or 'auto'"
         )
@@ -173,11 +171,9 @@ def _newest_run(folder: Path, model_name: str, now_ms: int, prefix: str) -> Star
     _require_model("auto", current, model_name, folder)
     line = [one for one in saved if current.holds(one.run, one.step)]
     others = [one for one in saved if one not in line]
-    beside = (
-        f"; {folder} also holds {_list(others)}, which --resume PATH would continue"
-        if others
-        else ""
-    )
+    beside = ""
+    if others:
+        beside = f"; {folder} also holds {_list(others)}, which --resume PATH would continue"
     if not line:
         logger.warning(
             "%s began in %s and has no checkpoint to go on from: starting it anew%s",

@@ -24,8 +24,6 @@ from example_trainer.errors import CheckpointError
 STATE_FOLDER, TRAINER_FILE = "trainer_state", "trainer.json"
 PREFIX = "step_"
 RUN_FILE = "run.json"
-UNNAMED = "unnamed"
-"""The run of checkpoints that were saved before runs had names."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +39,17 @@ class Run:
 
     name: str
     model: str
-    lives: tuple[TrainerSession, ...] = ()
+    lives: tuple[TrainerSession, ...]
 
     @property
     def epoch(self) -> int:
-        """The weight epoch of its newest life; 0 before weights had epochs."""
-        return self.lives[-1].epoch if self.lives else 0
+        """The weight epoch of its newest session."""
+        return self.lives[-1].epoch
 
     @property
     def begun(self) -> int:
-        """The weight epoch of its first life; 0 if that is not known."""
-        return self.lives[0].epoch if self.lives else 0
-
-    @property
-    def public_name(self) -> str | None:
-        """Its name for the rollout service; None if it has none."""
-        return None if self.name == UNNAMED else self.name
+        """The weight epoch of its first session."""
+        return self.lives[0].epoch
 
     def lived_on(self, step: int, epoch: int) -> Run:
         """The run with one more life, which starts from the checkpoint of `step`.
@@ -73,7 +66,7 @@ class Run:
         """Whether the checkpoint of `step` that `other` saved is in this run's line: not left
         behind by going back.
         """
-        if other.name != self.name or other.epoch not in (0, *(life.epoch for life in self.lives)):
+        if other.name != self.name or other.epoch not in [life.epoch for life in self.lives]:
             return False
         return all(step <= life.start for life in self.lives if life.epoch > other.epoch)
 
@@ -92,14 +85,12 @@ class Run:
         Raises KeyError, TypeError or ValueError for anything else than `record` gave.
         """
         lives = tuple(TrainerSession(int(epoch), int(start)) for epoch, start in record["lives"])
+        if not lives:
+            raise ValueError("a run without a trainer")
         return cls(str(record["name"]), str(record["model"]), lives)
 
     def __str__(self) -> str:
-        return (
-            "the run without a name (of before runs had one)"
-            if self.name == UNNAMED
-            else f"run {self.name}"
-        )
+        return f"run {self.name}"
 
 
 @dataclass(frozen=True)
@@ -111,16 +102,15 @@ class SavedStep:
         batch: the last one in its weights.
         unacknowledged: earlier ones in its weights that the rollout service had not been told of,
             because an earlier checkpoint was still being written.
-        updates: of the optimizer, in all its steps; None in checkpoints of before a step could have
-            several.
+        updates: of the optimizer, in all its steps.
     """
 
     path: Path
     step: int
     run: Run
+    updates: int
     batch: TrainedBatch | None = None
     unacknowledged: tuple[TrainedBatch, ...] = ()
-    updates: int | None = None
 
     @classmethod
     def read(cls, checkpoint: Path) -> SavedStep:
@@ -129,28 +119,18 @@ class SavedStep:
         Raises:
             CheckpointError: it is damaged.
         """
-        file = (
-            checkpoint / STATE_FOLDER / TRAINER_FILE
-            if has_state(checkpoint)
-            else checkpoint / TRAINER_FILE
-        )
+        file = checkpoint / TRAINER_FILE
+        if has_state(checkpoint):
+            file = checkpoint / STATE_FOLDER / TRAINER_FILE
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-            run, batch = content.get("run"), content.get("batch")
             return cls(
                 checkpoint,
                 int(content["step"]),
-                Run.from_record(run)
-                if run
-                else Run(UNNAMED, model_identity(content.get("config", {}).get("model_name", ""))),
-                TrainedBatch(int(batch["id"]), batch["uuid"], batch.get("positions"))
-                if batch
-                else None,
-                tuple(
-                    TrainedBatch(int(one["id"]), one["uuid"])
-                    for one in content.get("unacknowledged", [])
-                ),
-                None if content.get("updates") is None else int(content["updates"]),
+                Run.from_record(content["run"]),
+                int(content["updates"]),
+                content["batch"] and TrainedBatch(**content["batch"]),
+                tuple(TrainedBatch(**batch) for batch in content["unacknowledged"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
@@ -161,7 +141,9 @@ class SavedStep:
     @property
     def positions(self) -> dict[str, int] | None:
         """Where the data of these weights goes on; None if that is not known."""
-        return self.batch.positions if self.batch else None
+        if self.batch is None:
+            return None
+        return self.batch.positions
 
     @property
     def order(self) -> tuple[int, int]:
@@ -183,18 +165,18 @@ def next_epoch(folder: Path, prefix: str, now_ms: int) -> int:
     """The epoch of a life that begins now: greater than all that the folder knows of, whatever the
     clock did meanwhile.
     """
-    known = [saved.run.epoch for saved in saved_steps(folder, prefix, skip_damaged=True)]
-    marked = marked_run(folder, prefix, skip_damaged=True)
-    return max([now_ms, *(epoch + 1 for epoch in known), marked.epoch + 1 if marked else 0])
+    runs = [saved.run for saved in saved_steps(folder, prefix, skip_damaged=True)]
+    if marked := marked_run(folder, prefix, skip_damaged=True):
+        runs.append(marked)
+    return max([now_ms, *(run.epoch + 1 for run in runs)])
 
 
 def model_identity(name: str) -> str:
     """A model's name, of a folder its absolute path."""
-    return (
-        str(Path(name).expanduser().resolve())
-        if name and Path(name).expanduser().is_dir()
-        else name
-    )
+    folder = Path(name).expanduser()
+    if not name or not folder.is_dir():
+        return name
+    return str(folder.resolve())
 
 
 def same_model(one: str, other: str) -> bool:
@@ -242,15 +224,16 @@ def saved_steps(
     Raises:
         CheckpointError: what one of them says of itself is damaged, unless such are skipped.
     """
-    found = []
+    saved = []
     for path in steps_in(folder, prefix).values():
+        if not has_state(path) and not (without_state and has_record(path)):
+            continue
         try:
-            known = has_record(path) if without_state else has_state(path)
-            found += [SavedStep.read(path)] if known else []
+            saved.append(SavedStep.read(path))
         except CheckpointError:
             if not skip_damaged:
                 raise
-    return found
+    return saved
 
 
 def run_file(folder: Path, prefix: str) -> Path:

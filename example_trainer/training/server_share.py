@@ -91,9 +91,9 @@ def reserved_bytes(needs: ServerNeeds, total: int, given: float | None = None) -
         total: of the GPU. A share is rounded down to a hundredth of it.
         given: --gpu-memory-utilization of --vllm-args, which is taken as it is.
     """
-    return OUTSIDE_SHARE + (
-        math.ceil(given * total) if given is not None else needs.share + total // 100
-    )
+    if given is None:
+        return OUTSIDE_SHARE + needs.share + total // 100
+    return OUTSIDE_SHARE + math.ceil(given * total)
 
 
 def share_of(left: int, total: int) -> float:
@@ -172,11 +172,9 @@ class ServerPlan:
         """Bytes of the trainer's GPU that the training leaves to the server; 0 if the server has
         GPUs of its own.
         """
-        return (
-            reserved_bytes(self.needs, total, self.given.utilization)
-            if self.place.beside_trainer
-            else 0
-        )
+        if not self.place.beside_trainer:
+            return 0
+        return reserved_bytes(self.needs, total, self.given.utilization)
 
     def start_beside(self, request: MemoryRequest, room: Room) -> None:
         """Give the server its flags, and log them.
@@ -200,9 +198,9 @@ class ServerPlan:
                 left = left_by(request, room.free + room.server, room.server)
                 share = min(share, share_of(left, room.total))
         flags = server_flags(self.place, self.given, share)
-        where = (
-            "beside the trainer" if self.place.beside_trainer else "which the trainer does not use"
-        )
+        where = "which the trainer does not use"
+        if self.place.beside_trainer:
+            where = "beside the trainer"
         logger.info(
             "[Bridge] vLLM will run on GPU %s, %s; it needs at least %s there and gets %s",
             self.place.listed, where, self.needs, " ".join(flags) or "the share that its flags or its defaults give",

@@ -21,7 +21,10 @@ class SkippedBatches:
     """
 
     def __init__(self, config: TrainerConfig) -> None:
-        self._limits = {True: config.skip_nonfinite, False: config.max_skipped_batches}
+        self._limits = {
+            True: ("--skip-nonfinite", config.skip_nonfinite),
+            False: ("--max-skipped-batches", config.max_skipped_batches),
+        }
         self._in_a_row: Counter[bool] = Counter()
         self._cut_short: set[bool] = set()
         self._left_out = 0
@@ -58,7 +61,7 @@ class SkippedBatches:
 
     def _count(self, error: BatchError) -> str:
         kind = isinstance(error, NonFiniteError)
-        flag, limit = ("--skip-nonfinite" if kind else "--max-skipped-batches"), self._limits[kind]
+        flag, limit = self._limits[kind]
         if self._in_a_row[kind] >= limit:
             if not limit:
                 raise error

@@ -189,7 +189,9 @@ class BatchGradients:
         """The figures of the updates that were taken: see StepFigures.row; the loss is their mean."""
         row = self._taken.row(self._model.shards.sum_figures)
         loss = row["loss"]
-        return row | {"loss": None if loss is None else loss / self._counted}
+        if loss is None:
+            return row
+        return row | {"loss": loss / self._counted}
 
     @property
     def _taken(self) -> StepFigures:

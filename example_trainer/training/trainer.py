@@ -37,9 +37,10 @@ from example_trainer.observe.token_report import TokenReport
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.training.batch_failures import BatchFailures
+from example_trainer.training.batch_source import BatchSource
+from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.idle_options import idle_options
-from example_trainer.training.loop_interfaces import BatchSource, CheckpointStore
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.rollout_logprobs import require_rollout_logprobs, uncorrected_note
 from example_trainer.training.skipping import SkippedBatches
@@ -109,7 +110,7 @@ class Trainer:
     batches: BatchSource
     bridge: WeightBridge
     parity: ParityCheck
-    checkpoints: CheckpointStore
+    checkpoints: Checkpoints
     metrics: MetricsLog
     speed: Speed
     profiler: StepProfiler

@@ -32,7 +32,7 @@ def with_given_epoch(start: Start, config: TrainerConfig, stop: StopSignal, rank
         with contextlib.closing(
             RolloutClient(config.atropos_url, stop, key, config.service_timeout)
         ) as client:
-            return client.weight_epoch(start.run.epoch, start.run.public_name)
+            return client.weight_epoch(start.run.epoch, start.run.name)
 
     epoch = ranks.on_main("asking for a weight epoch", ask, config.service_timeout + ranks.timeout)
     return replace(start, run=start.run.with_epoch(epoch))

@@ -20,13 +20,17 @@ from example_trainer.training.runs import Run, mark_run, marked_run, same_model,
 MODEL = "someone/a-model"
 
 
-def save(folder: Path, step: int, run: Run | None, model: str = MODEL) -> Path:
-    """A checkpoint's identity, without its weights; of before runs had names, if there is no run."""
+def save(folder: Path, step: int, run: Run) -> Path:
+    """A checkpoint's identity, without its weights."""
     path = folder / f"step_{step}"
     (path / "trainer_state").mkdir(parents=True, exist_ok=True)
-    content = {"step": step, "config": {"model_name": model}} | (
-        {"run": run.record(), "batch": None} if run else {}
-    )
+    content = {
+        "step": step,
+        "updates": step,
+        "run": run.record(),
+        "batch": None,
+        "unacknowledged": [],
+    }
     (path / "trainer_state" / "trainer.json").write_text(json.dumps(content))
     return path
 
@@ -167,24 +171,6 @@ def test_another_model_is_refused_with_the_remedy(tmp_path: Path) -> None:
         )
         assert "or another --save-path" in str(caught.value)
         assert "\n" not in str(caught.value)
-
-
-def test_checkpoints_of_before_runs_had_names_are_one_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    save(tmp_path, 4, None)
-    save(tmp_path, 8, None)
-    start = begin(tmp_path, "auto", 5000)
-    assert start.checkpoint == tmp_path / "step_8"
-    assert "the run without a name (of before runs had one) goes on from step_8" in caplog.text
-    save(tmp_path, 9, start.run)
-    assert begin(tmp_path, "auto", 6000).checkpoint == tmp_path / "step_9"
-    with pytest.raises(ConfigError, match="the run without a name"):
-        choose_start("auto", tmp_path, "someone/else", 6000)
-    fresh = begin(tmp_path, None, 7000).run
-    save(tmp_path, 1, fresh)
-    assert begin(tmp_path, "auto", 8000).checkpoint == tmp_path / "step_1"
 
 
 def test_the_same_model_under_two_names(tmp_path: Path) -> None:

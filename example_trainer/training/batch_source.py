@@ -1,18 +1,12 @@
-"""The interfaces of the objects that the training loop is given: where batches come from, and where
-checkpoints go.
-"""
+"""The interface of the object that the training loop takes its batches from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.batch.prefetch import Upkeep
 from example_trainer.batch.reader import ReadyBatch
-from example_trainer.models import Decoder
-from example_trainer.training.optimizer import MasterAdamW
 
 
 class BatchSource(Protocol):
@@ -61,43 +55,3 @@ class BatchSource(Protocol):
 
     def end_run(self) -> None:
         """Report that the run has taken all its steps."""
-
-
-class CheckpointStore(Protocol):
-    """Where what was learned is kept: checkpoints.Checkpoints, or nowhere."""
-
-    last: int | None
-    """The step of the newest one."""
-
-    @property
-    def writing(self) -> bool:
-        """Whether this rank is still busy with it."""
-
-    def begin(
-        self,
-        model: Decoder,
-        optimizer: MasterAdamW,
-        config: dict[str, Any],
-        batch: TrainedBatch | None = None,
-        unacknowledged: Sequence[TrainedBatch] = (),
-    ) -> Any:
-        """Start to write the checkpoint of the present step."""
-
-    def save_weights(
-        self,
-        model: Decoder,
-        optimizer: MasterAdamW,
-        config: dict[str, Any],
-        batch: TrainedBatch | None = None,
-        unacknowledged: Sequence[TrainedBatch] = (),
-    ) -> Any:
-        """Write the weights of the present step, and return when they are on the disk."""
-
-    def written(self) -> bool:
-        """Whether the one that was begun last is complete."""
-
-    def wait(self) -> None:
-        """Return when it is."""
-
-    def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
