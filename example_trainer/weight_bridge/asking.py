@@ -26,10 +26,6 @@ class Late(BridgeError):
     """A server that the others did not wait for any longer."""
 
 
-class Behind(Late):
-    """One of which nothing is known but that others have answered long before."""
-
-
 class RunningClock:
     """Seconds for which this process has run. What passes while it is stopped, or its machine
     sleeps, is held against nobody.
@@ -111,7 +107,7 @@ def at_once(
                 }
             elif patience is not None and now - last >= patience and enough(answers.ok):
                 answers.failed |= {
-                    url: Behind(f"{url} is {now - last:.0f} s behind the others") for url in waiting
+                    url: Late(f"{url} is {now - last:.0f} s behind the others") for url in waiting
                 }
             waiting -= answers.failed.keys()
             continue

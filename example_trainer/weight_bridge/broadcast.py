@@ -25,7 +25,7 @@ from example_trainer.weight_bridge.fleet import Fleet
 from example_trainer.weight_bridge.fleet_keeper import Board, FleetKeeper
 from example_trainer.weight_bridge.fleet_report import not_good, table
 from example_trainer.weight_bridge.fleet_updates import FleetUpdates
-from example_trainer.weight_bridge.groups import Group
+from example_trainer.weight_bridge.groups import GroupMember, UpdateGroup
 from example_trainer.weight_bridge.members import Member, Watch
 from example_trainer.weight_bridge.rendezvous import Rendezvous
 from example_trainer.weight_bridge.send_plan import ROUTE_KEYS, SendPlan, distinct_layouts, route_to
@@ -60,12 +60,12 @@ class Line:
 
     def __init__(self, stream: WeightStream, cohort: Cohort, route: Route) -> None:
         self.stream, self.cohort, self.route = stream, cohort, route
-        self.formed: list[Any] = []
+        self.formed: tuple[GroupMember, ...] = ()
         self.key = ""
 
     def leave(self) -> None:
         """Give the cohort up; it has to be formed anew."""
-        self.formed, self.key = [], ""
+        self.formed, self.key = (), ""
         self.cohort.close()
 
 
@@ -256,18 +256,22 @@ class BroadcastBridge(WeightBridge):
         version, main = self._version, self._ranks.on_main
         with self._keeper.updating() if self._ranks.is_main else nullcontext():
             main("beginning an update", lambda: self._updates.begin_version(version, everyone))
+
+            def choose() -> list[dict[str, Any]]:
+                return [group.model_dump(mode="json") for group in self._updates.choose()]
+
             while True:
                 with timed(seconds, "choose"):
-                    groups = main("choosing the servers", self._updates.choose, self._longest)
+                    groups = main("choosing the servers", choose, self._longest)
                 for group in groups:
-                    self._send(group, seconds)
+                    self._send(UpdateGroup.model_validate(group), seconds)
                 if main("looking who has the weights", self._updates.settled):
                     break
             done = main("ending an update", self._updates.report)
         self.joins, self.params_mapped = done["joins"], done["mapped"]
         return done
 
-    def _send(self, group: Group, seconds: dict[str, float]) -> None:
+    def _send(self, group: UpdateGroup, seconds: dict[str, float]) -> None:
         """One try to update a group of servers.
 
         Who got it, and who is to blame if it broke, is known on rank 0 then.
@@ -280,7 +284,7 @@ class BroadcastBridge(WeightBridge):
         watch = updates.watch(group) if self._ranks.is_main else None
         try:
             with watch or nullcontext():
-                if line.formed != group["members"]:
+                if line.formed != group.members:
                     with timed(seconds, "form"):
                         self._form(line, group, watch)
                 with timed(seconds, "begin"):
@@ -307,14 +311,13 @@ class BroadcastBridge(WeightBridge):
                 limit,
             )
 
-    def _form(self, line: Line, group: Group, watch: Watch | None) -> None:
+    def _form(self, line: Line, group: UpdateGroup, watch: Watch | None) -> None:
         """Have the members meet."""
         line.leave()
-        key, members = group["key"], sum(replicas for _, _, replicas, _ in group["members"])
         lanes = line.cohort.plan.lanes
 
         def call_together() -> list[Any]:
-            meeting = self._rendezvous.open([url for url, *_ in group["members"]])
+            meeting = self._rendezvous.open(group.urls)
             self._updates.call_together(group, meeting, lanes, _here(watch))
             return [meeting.host, meeting.port, meeting.secret]
 
@@ -325,25 +328,32 @@ class BroadcastBridge(WeightBridge):
             "joining the rendezvous", lambda: self._rendezvous.join(meeting), self._timeout
         )
         line.cohort.form(
-            meeting, key, members, line.route, store, self._meeting_seconds, _lost(watch)
+            meeting,
+            group.key,
+            group.receivers,
+            line.route,
+            store,
+            self._meeting_seconds,
+            _lost(watch),
         )
-        line.formed, line.key = list(group["members"]), key
+        line.formed, line.key = group.members, group.key
 
     def _open_store(self) -> None:
         """On rank 0."""
         self._rendezvous.open(list(self._keeper.members))
 
-    def _line(self, group: Group) -> Line:
+    def _line(self, group: UpdateGroup) -> Line:
         """Of the layout of a group; made when the layout is met for the first time."""
         assert self._model is not None
-        if group["layout"] not in self._lines:
-            manifests = [Manifest.from_json(rank) for rank in group["manifests"]]
+        if group.layout not in self._lines:
+            manifests = [Manifest.from_json(rank) for rank in group.manifests]
             plan = SendPlan(self._ranks.world_size, len(manifests))
-            route = Route(group["route"])
-            stream = WeightStream(self._model, manifests, plan, self._ranks, self._device, route)
+            stream = WeightStream(
+                self._model, manifests, plan, self._ranks, self._device, group.route
+            )
             cohort = Cohort(self._ranks, plan, self._device, self._timeout, stream.memory)
-            self._lines[group["layout"]] = Line(stream, cohort, route)
-        return self._lines[group["layout"]]
+            self._lines[group.layout] = Line(stream, cohort, group.route)
+        return self._lines[group.layout]
 
     def _as_sent(self, info: dict[str, Any]) -> Shapes:
         """The parameters as a server of this /bridge/info gets them: in its own dtype."""

@@ -12,7 +12,7 @@ another model, is *hopeless*: waiting changes nothing, only its restart does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -292,77 +292,3 @@ class Fleet:
         self._changes.append(
             Change(place.url, before, standing, reason, place.weight_version, back)
         )
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a server is with what all are to do at the same time.
-
-    Attributes:
-        amount: bytes received by its slowest rank, or 1 for an answer; larger is further.
-        trouble: why it will not get further; empty if it may.
-        silent: seconds that it, or its workers, have not answered.
-        idle: one of its ranks is to receive, and does not ask for what comes next.
-    """
-
-    amount: int = 0
-    trouble: str = ""
-    silent: float = 0.0
-    idle: bool = False
-
-
-class Laggards:
-    """Who keeps the others waiting.
-
-    One that says what is wrong with it is named first, then those who are silent, then those who
-    take none of their bytes, and those who are merely behind last: they may be waiting for one of
-    the former.
-    """
-
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._reached: dict[int, float] = {}
-        """When an amount was first reached by anybody."""
-        self._same: dict[str, tuple[int, bool, float]] = {}
-        """What each was last seen at, and since when."""
-        self.merely_behind = False
-        """Whether nothing but that is known of those who were named last."""
-
-    def named(self, all_of: Mapping[str, Progress], now: float) -> dict[str, str]:
-        """The servers to go on without, with the reason.
-
-        Args:
-            all_of: of each server its progress.
-            now: seconds of any clock that does not go back.
-        """
-        self.merely_behind = False
-        for url, one in all_of.items():
-            if self._same.get(url, ())[:2] != (one.amount, one.idle):
-                self._same[url] = (one.amount, one.idle, now)
-        told = {url: one.trouble for url, one in all_of.items() if one.trouble}
-        if told:
-            return told
-        silent = {
-            url: f"has not answered for {one.silent:.0f} s"
-            for url, one in all_of.items()
-            if one.silent >= self._patience
-        }
-        if silent:
-            return silent
-        since = {url: now - self._same[url][2] for url, one in all_of.items() if one.idle}
-        idle = {
-            url: f"takes none of its bytes for {sec:.0f} s"
-            for url, sec in since.items()
-            if sec >= self._patience
-        }
-        if idle and since.keys() != all_of.keys():
-            return idle
-        for one in all_of.values():
-            self._reached.setdefault(one.amount, now)
-        late = {}
-        for url, one in all_of.items():
-            ahead = [first for amount, first in self._reached.items() if amount > one.amount]
-            if ahead and now - min(ahead) >= self._patience:
-                late[url] = f"is {now - min(ahead):.0f} s behind the others"
-        self.merely_behind = bool(late)
-        return late

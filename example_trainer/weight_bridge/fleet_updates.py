@@ -1,8 +1,7 @@
-"""Rank 0's part of an update of a fleet: whom it goes to, who is asked what, and who is to blame
-when it breaks.
+"""Rank 0's part of an update of a fleet: choose the servers, call them, and go on without those
+that fail.
 
-What it decides is told to the other ranks as JSON values, so that all of them act alike; see
-broadcast.py.
+Rank 0 sends its decisions to the other ranks, so that all of them act alike; see broadcast.py.
 """
 
 from __future__ import annotations
@@ -10,28 +9,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from example_trainer.errors import BridgeError
-from example_trainer.weight_bridge.asking import Answers, Behind, at_once
+from example_trainer.weight_bridge.asking import Answers, Late, at_once
 from example_trainer.weight_bridge.base import LeaseLost
 from example_trainer.weight_bridge.cohorts import CohortError
+from example_trainer.weight_bridge.diagnosis import Evidence, Loss, Reason, diagnose
 from example_trainer.weight_bridge.fleet import Verdict
 from example_trainer.weight_bridge.fleet_keeper import FleetKeeper
 from example_trainer.weight_bridge.fleet_report import figures, given_up, waiting_line
-from example_trainer.weight_bridge.groups import Group, Groups, at_places
-from example_trainer.weight_bridge.members import (
-    Member,
-    MemberCheck,
-    Unfit,
-    Watch,
-    failures_of_ranks,
-    holds_up,
-    is_away,
-)
+from example_trainer.weight_bridge.groups import Groups, UpdateGroup
+from example_trainer.weight_bridge.members import Member, MemberCheck, Unfit, Watch, is_away
 from example_trainer.weight_bridge.server import Shapes
-from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
@@ -63,13 +55,8 @@ class FleetUpdates:
             sleep: how to wait; may raise to end the wait.
             hosts: so many machines must have a server when training begins; 0: any number.
         """
-        self._keeper, self._transfer = keeper, transfer
-        self._timeout, self._longest_wait, self._sleep, self._hosts = (
-            timeout,
-            longest_wait,
-            sleep,
-            hosts,
-        )
+        self._keeper, self._transfer, self._hosts = keeper, transfer, hosts
+        self._timeout, self._longest_wait, self._sleep = timeout, longest_wait, sleep
         self._shapes: Callable[[dict[str, Any]], Shapes] = lambda info: {}
         self._gpus: Sequence[str] = [""]
         self._checks: list[MemberCheck] = []
@@ -89,7 +76,6 @@ class FleetUpdates:
         self._alone: set[str] = set()
         self._late: set[str] = set()
         self._failures: dict[str, BridgeError] = {}
-        self._took: float | None = None
         self._waiting_since: float | None = None
         self._checksum, self._verified, self._bytes = "", 0.0, 0
 
@@ -157,7 +143,7 @@ class FleetUpdates:
         """An update begins: of all, or of those alone that can be brought in."""
         self._start(version, everyone)
 
-    def choose(self) -> list[dict[str, Any]]:
+    def choose(self) -> list[UpdateGroup]:
         """The groups of servers that are sent to now. Waits while there are too few, and joins
         whoever is new.
 
@@ -218,7 +204,8 @@ class FleetUpdates:
                 self.joins, self.mapped = self.joins + 1, mapped
                 self._keeper.fleet.joined(url, members[url].instance)
             for url, error in answers.failed.items():
-                self._blame(url, error, hopeless=isinstance(error, Unfit))
+                reason = _failure(url, error).text
+                self._blame(url, reason, is_away(error), isinstance(error, Unfit))
             self._keeper.tell()
         return answers
 
@@ -234,42 +221,37 @@ class FleetUpdates:
 
     # ---- the steps, for one group ----
 
-    def watch(self, group: Group) -> Watch:
+    def watch(self, group: UpdateGroup) -> Watch:
         """Over the members of a group, for as long as they are sent to."""
         self._failures = {}
-        members = self._of(group)
-        doubted = len(members) == 1 and not self._alone.isdisjoint(members)
-        return Watch(
-            members, self._version, self.patience, self._timeout, self._took if doubted else None
-        )
+        return Watch(self._of(group), self._version, self.patience, self._timeout)
 
-    def call_together(self, group: Group, meeting: Meeting, lanes: int, watch: Watch) -> None:
+    def call_together(self, group: UpdateGroup, meeting: Meeting, lanes: int, watch: Watch) -> None:
         """Have the members meet at the trainer's store.
 
         Raises:
             BridgeError: some refuse.
         """
-        key, index, calls = group["key"], 0, {}
-        receivers = sum(replicas for _, _, replicas, _ in group["members"])
+        index, calls = 0, {}
         for url, member in self._of(group).items():
             calls[url] = partial(
                 member.server.cohort,
                 member.epoch,
                 meeting,
-                key,
-                receivers,
+                group.key,
+                group.receivers,
                 index,
                 lanes,
-                group["route"],
+                group.route,
             )
             index += member.replicas
-        watch.forming(key)
+        watch.forming()
         self._phase = "meeting"
         self._all(calls, watch, "did not take part in forming the cohort")
 
-    def begin(self, group: Group, key: str, watch: Watch) -> None:
+    def begin(self, group: UpdateGroup, key: str, watch: Watch) -> None:
         """Have the members receive. Raises BridgeError if some do not."""
-        watch.forming("")
+        watch.sending()
         version, self._phase = self._version, "begin"
         self._all(
             {
@@ -281,7 +263,7 @@ class FleetUpdates:
         )
         self._phase = "transfer"
 
-    def commit(self, group: Group, checksums: list[str], begun: float, watch: Watch) -> None:
+    def commit(self, group: UpdateGroup, checksums: list[str], begun: float, watch: Watch) -> None:
         """Have the members check what they have received, and serve it. Each is judged by itself.
 
         Args:
@@ -299,8 +281,6 @@ class FleetUpdates:
             watch,
         )
         verified = time.perf_counter() - begun
-        if answers.ok:
-            self._took = max(self._took or 0.0, verified)
         self._checksum = self._checksum or checksums[0]
         with self._keeper.lock:
             for url, answer in answers.ok.items():
@@ -315,12 +295,11 @@ class FleetUpdates:
             default=0.0,
         )
         self._verified = max(self._verified, verified - resumed)
-        waited = self._held_up(group, answers.failed)
-        if waited:
-            self._once_more(waited, f"the update to version {version} is made once more", anew=True)
-        self._condemn(
-            members, {url: error for url, error in answers.failed.items() if url not in waited}
-        )
+        if answers.failed:
+            self._failures = answers.failed
+            failures = {url: _failure(url, error) for url, error in answers.failed.items()}
+            once_more = f"the update to version {version} is made once more"
+            self._go_on(failures, failures, once_more, anew=True)
 
     def _all(self, calls: Mapping[str, Callable[[], Any]], watch: Watch, what: str) -> None:
         answers = self._ask(calls, watch)
@@ -334,9 +313,7 @@ class FleetUpdates:
         """Each member of a group."""
         others = self._others_wait(calls)
         limit = self._timeout + _CALL_OFF_SECONDS
-        return at_once(
-            calls, limit, self.patience, lambda ok: others or bool(ok), lambda: watch.guilty
-        )
+        return at_once(calls, limit, self.patience, lambda ok: others or bool(ok), watch.texts)
 
     def _others_wait(self, urls: Collection[str]) -> bool:
         """Whether good servers wait for these: in an update of all, those of other groups do."""
@@ -345,141 +322,102 @@ class FleetUpdates:
 
     # ---- what went wrong ----
 
-    def break_off(self, group: Group, error: BridgeError, watch: Watch) -> None:
-        """The members of a group are to forget the update. Whoever is to blame is quarantined, the
-        others are sent to again; if that is not known, each is sent to alone.
+    def break_off(self, group: UpdateGroup, error: BridgeError, watch: Watch) -> None:
+        """Have the members of a group forget the update, and send again to those that are not lost.
+        If the evidence fits every member, each of them gets the update in a group of its own.
         """
-        members, guilty = self._of(group), dict[str, BridgeError](self._failures)
-        doubted: Collection[str] = members
-        if not guilty:
-            guilty = {url: BridgeError(f"{url} {reason}") for url, reason in watch.guilty.items()}
-            if watch.in_doubt and Route(group["route"]).handed_on:
-                doubted, guilty = set(guilty), {}
-        states = at_once({url: m.state for url, m in members.items()}, 3.0).ok
-        if not guilty:
-            waited = {
-                url: member.waited_for_us(states.get(url), self._version)
-                for url, member in members.items()
-            }
-            guilty = {url: LeaseLost(f"{url} {told}") for url, told in waited.items() if told}
-        if not guilty and isinstance(error, CohortError):
-            for url in at_places(group, error.missing):
-                why = failures_of_ranks(states.get(url)) or error
-                guilty[url] = BridgeError(f"{url} did not come to the cohort: {why}")
-        if not guilty:
-            for url, member in members.items():
-                reason = (
-                    "does not answer" if states.get(url) is None else member.broken(states[url])
-                )
-                if reason:
-                    guilty[url] = BridgeError(f"{url} {reason}")
-        if not guilty and len(members) == 1:
-            guilty = dict.fromkeys(members, error)
-        innocent = {url: member for url, member in members.items() if url not in guilty}
-        if not guilty:
-            self._doubt(doubted, str(error))
-        self._once_more(innocent, str(error))
-        self._condemn(members, guilty, states)
+        failures = {url: _failure(url, failure) for url, failure in self._failures.items()}
+        absent: Collection[str] = ()
+        if isinstance(error, CohortError):
+            absent = group.at(error.missing)
+        self._go_on(group.urls, failures or watch.reasons, str(error), absent)
 
-    def _doubt(self, urls: Collection[str], what: str) -> None:
-        """One of them is to blame, and nobody knows which."""
-        logger.warning(
-            "[Fleet] %s; nobody says why: the %d servers are updated one by one", what, len(urls)
-        )
-        self._alone |= set(urls)
+    def _go_on(
+        self,
+        urls: Collection[str],
+        failures: Mapping[str, Reason],
+        error: str,
+        absent: Collection[str] = (),
+        anew: bool = False,
+    ) -> None:
+        """Decide which of these servers are lost. The others get the update again.
 
-    def _held_up(self, group: Group, failed: Mapping[str, BridgeError]) -> dict[str, Member]:
-        """Those who were behind as all were to commit, and may have waited for another one of whom
-        they have their bytes.
+        Args:
+            failures: of those that failed in their own step.
+            error: the reason why the others have to forget the update.
+            absent: those that did not come to the cohort.
+            anew: also a server that has ended the update after all joins again.
         """
-        behind = {
-            url: member
-            for url, member in self._of(group).items()
-            if isinstance(failed.get(url), Behind)
+        states = at_once({url: self._keeper.members[url].state for url in urls}, 3.0).ok
+        evidence = {
+            url: self._evidence(url, states.get(url), failures.get(url), url in absent)
+            for url in urls
         }
-        if len(failed) < 2 or not behind or not Route(group["route"]).handed_on:
-            return {}
-        states = at_once({url: member.state for url, member in behind.items()}, 3.0).ok
-        waited = {
-            url: member
-            for url, member in behind.items()
-            if states.get(url) and not holds_up(states[url])
-        }
-        if len(waited) == len(failed):
-            self._doubt(waited, "; ".join(map(str, failed.values())))
-        return waited
+        lost = diagnose(evidence, self.patience, error)
+        if not lost:
+            logger.warning(
+                "[Fleet] %s; nobody says why: the %d servers are updated one by one",
+                error,
+                len(urls),
+            )
+            self._alone |= set(urls)
+        self._once_more([url for url in urls if url not in lost], error, anew)
+        self._leave(lost)
 
-    def _once_more(self, members: Mapping[str, Member], reason: str, anew: bool = False) -> None:
-        """They are to forget the update, and are sent to again; `anew`: also one that has ended it
-        well after all.
-        """
+    def _evidence(
+        self, url: str, state: dict[str, Any] | None, failure: Reason | None, absent: bool
+    ) -> Evidence:
+        evidence = self._keeper.members[url].evidence(state, self._version)
+        broken = evidence.broken
+        if broken is not None:
+            text = f"{broken.text}, in the {self._phase} of version {self._version}"
+            broken = replace(broken, text=text)
+        late = isinstance(self._failures.get(url), Late)
+        return replace(evidence, broken=broken, failure=failure, late=late, absent=absent)
+
+    def _once_more(self, urls: Collection[str], reason: str, anew: bool) -> None:
+        """Have servers forget the update, and send it to them again."""
+        members = {url: self._keeper.members[url] for url in urls}
         calls = {url: partial(m.server.abort, m.epoch, reason) for url, m in members.items()}
-        heard = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
+        answers = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
         for url, member in members.items():
             self._again.add(url)
-            member.joined = not anew and heard.ok.get(
-                url, False
-            )  # else it is told as it joins anew
+            # A server that did not answer forgets the update when it joins again.
+            member.joined = not anew and answers.ok.get(url, False)
 
-    def _condemn(
-        self,
-        members: Mapping[str, Member],
-        guilty: Mapping[str, BridgeError],
-        states: Mapping[str, Any] | None = None,
-    ) -> None:
-        if not guilty:
-            return
-        if states is None:
-            states = at_once({url: members[url].state for url in guilty}, 3.0).ok
-        late = {
-            url
-            for url, error in guilty.items()
-            if isinstance(error, LeaseLost) and url not in self._late
-        }
-        for url in late:
-            waited = (
-                members[url].waited_for_us(states.get(url), self._version)
-                or "did not wait for this trainer"
-            )
-            logger.warning(
-                "[Bridge] %s %s: joining it again to send version %d", url, waited, self._version
-            )
-            members[url].joined = False
-        self._late |= late
-        self._again |= late
+    def _leave(self, lost: Mapping[str, Reason]) -> None:
+        """Go on without these servers. Those that gave up waiting join again, once."""
         calls = {}
         with self._keeper.lock:
-            for url, error in guilty.items():
-                if url in late:
+            for url, reason in lost.items():
+                member = self._keeper.members[url]
+                if reason.loss is Loss.GAVE_UP and url not in self._late:
+                    logger.warning(
+                        "[Bridge] %s %s: joining it again to send version %d",
+                        url,
+                        reason.text,
+                        self._version,
+                    )
+                    member.joined = False
+                    self._late.add(url)
+                    self._again.add(url)
                     continue
-                member, state = members[url], states.get(url)
-                broken = member.broken(state)
-                ours = state is not None and state["instance"] == member.instance
-                taken = ours and state is not None and state["epoch"] != member.epoch
-                told = (
-                    BridgeError(f"{url} {broken}, in the {self._phase} of version {self._version}")
-                    if broken
-                    else error
-                )
-                self._blame(url, told, taken, away=state is None)
-                if ours and not taken:
-                    calls[url] = partial(member.server.quarantine, member.epoch, str(error))
+                away, hopeless = reason.loss is Loss.AWAY, reason.loss is Loss.TAKEN_OVER
+                self._blame(url, reason.text, away, hopeless)
+                if reason.loss in (Loss.FAILED, Loss.GAVE_UP):
+                    text = f"{url} {reason.text}"
+                    calls[url] = partial(member.server.quarantine, member.epoch, text)
             self._keeper.tell()
-        for url, error in at_once(
-            calls, _CALL_OFF_SECONDS, self.patience, lambda _: True
-        ).failed.items():
+        answers = at_once(calls, _CALL_OFF_SECONDS, self.patience, lambda _: True)
+        for url, error in answers.failed.items():
             logger.info("[Fleet] %s has not heard that it is quarantined: %s", url, error)
 
-    def _blame(
-        self, url: str, error: BridgeError, hopeless: bool = False, away: bool | None = None
-    ) -> None:
-        gone = is_away(error) if away is None else away
+    def _blame(self, url: str, reason: str, away: bool, hopeless: bool) -> None:
         self._keeper.members[url].joined = False
-        reason = " ".join(str(error).removeprefix(url).split())
-        self._keeper.fleet.failed(url, reason, time.monotonic(), gone, hopeless)
+        self._keeper.fleet.failed(url, reason, time.monotonic(), away, hopeless)
 
-    def _of(self, group: Group) -> dict[str, Member]:
-        return {url: self._keeper.members[url] for url, *_ in group["members"]}
+    def _of(self, group: UpdateGroup) -> dict[str, Member]:
+        return {url: self._keeper.members[url] for url in group.urls}
 
     # ---- how it ends ----
 
@@ -506,3 +444,11 @@ class FleetUpdates:
             "joins": self.joins,
             "mapped": self.mapped,
         }
+
+
+def _failure(url: str, error: BridgeError) -> Reason:
+    """Return the failure of a server's own step as a reason."""
+    text = " ".join(str(error).removeprefix(url).split())
+    if isinstance(error, LeaseLost):
+        return Reason(text, Loss.GAVE_UP)
+    return Reason(text)

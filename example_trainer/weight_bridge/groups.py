@@ -1,60 +1,100 @@
-"""Which servers of a fleet are sent to at the same time, as rank 0 tells the other ranks."""
+"""The servers that receive an update at the same time, as rank 0 sends them to the other ranks."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from example_trainer.weight_bridge.members import Member
 from example_trainer.weight_bridge.send_plan import sent_together
+from vllm_patching.protocol.messages import Route
 
-Group = Mapping[str, Any]
-"""Servers that are sent to at the same time: `layout`, theirs, and which group of it this is;
-`members` in the order of their places, each [address, epoch, replicas, instance]; `key`, their
-cohort's name; `route`; `manifests`, where the layout is new."""
+
+class GroupMember(BaseModel):
+    """One server of a group: a restarted server, or one that joined again, is another member."""
+
+    model_config = ConfigDict(frozen=True)
+
+    url: str
+    epoch: int
+    replicas: int
+    instance: str
+
+
+class UpdateGroup(BaseModel):
+    """Servers that share one broadcast.
+
+    Attributes:
+        layout: names the layout of their weights, and which group of that layout this is.
+        key: name of their cohort.
+        route: the way that the weights take.
+        members: in the order of their places in the cohort.
+        manifests: of the layout's ranks; empty if the other ranks know the layout already.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    layout: str
+    key: str
+    route: Route
+    members: tuple[GroupMember, ...]
+    manifests: tuple[dict[str, Any], ...]
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the members."""
+        return [member.url for member in self.members]
+
+    @property
+    def receivers(self) -> int:
+        """Number of engine cores that receive, in all members."""
+        return sum(member.replicas for member in self.members)
+
+    def at(self, numbers: Iterable[int]) -> set[str]:
+        """Return the addresses of the receivers at these places of the cohort, from 1."""
+        places = [member.url for member in self.members for _ in range(member.replicas)]
+        return {places[number - 1] for number in numbers if 0 < number <= len(places)}
 
 
 class Groups:
-    """Makes groups, and knows which layouts the other ranks have been told."""
+    """Makes groups. Remembers the layouts that the other ranks have received."""
 
     def __init__(self) -> None:
-        self._keys, self._told = 0, set[str]()
+        self._keys, self._known_layouts = 0, set[str]()
 
-    def of(self, members: Sequence[Member], alone: Collection[str]) -> list[dict[str, Any]]:
-        """Those of one layout together, but for those that share a GPU, and for those that are to
-        be seen alone: they come last, when it is known how long the others take.
+    def of(self, members: Sequence[Member], alone: Collection[str]) -> list[UpdateGroup]:
+        """Put the members of one layout together, except those that share a GPU.
 
         Args:
-            alone: addresses.
+            alone: addresses of members that get a group of their own, after the others.
         """
-        own = sorted(members, key=lambda member: member.url in alone)
-        kinds = [
-            ((m.layout, m.url if m.url in alone else ""), m.route, m.info["gpu_uuids"]) for m in own
+        ordered = sorted(members, key=lambda member: member.url in alone)
+        kinds = []
+        for member in ordered:
+            kind = (member.layout, member.url in alone and member.url)
+            kinds.append((kind, member.route, member.info["gpu_uuids"]))
+        return [
+            self._group([ordered[place] for place in places], number)
+            for number, places in sent_together(kinds)
         ]
-        groups = []
-        for number, places in sent_together(kinds):
-            chosen = [own[place] for place in places]
-            layout = f"{chosen[0].layout} {number}"
-            self._keys += 1
-            groups.append(
-                {
-                    "layout": hashlib.sha256(layout.encode()).hexdigest(),
-                    "members": [[m.url, m.epoch, m.replicas, m.instance] for m in chosen],
-                    "manifests": [manifest.to_json() for manifest in chosen[0].manifests]
-                    if layout not in self._told
-                    else [],
-                    "route": str(chosen[0].route),
-                    "key": f"cohort{self._keys}",
-                }
-            )
-            self._told.add(layout)
-        return groups
 
-
-def at_places(group: Group, numbers: Iterable[int]) -> list[str]:
-    """The servers at these places in a group's cohort, counted from 1."""
-    of_place = [url for url, _, replicas, _ in group["members"] for _ in range(replicas)]
-    return list(
-        dict.fromkeys(of_place[number - 1] for number in numbers if 0 < number <= len(of_place))
-    )
+    def _group(self, members: Sequence[Member], number: int) -> UpdateGroup:
+        layout = f"{members[0].layout} {number}"
+        self._keys += 1
+        manifests: tuple[dict[str, Any], ...] = ()
+        if layout not in self._known_layouts:
+            self._known_layouts.add(layout)
+            manifests = tuple(manifest.to_json() for manifest in members[0].manifests)
+        return UpdateGroup(
+            layout=hashlib.sha256(layout.encode()).hexdigest(),
+            key=f"cohort{self._keys}",
+            route=members[0].route,
+            members=tuple(
+                GroupMember(url=m.url, epoch=m.epoch, replicas=m.replicas, instance=m.instance)
+                for m in members
+            ),
+            manifests=manifests,
+        )

@@ -8,12 +8,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from example_trainer.errors import BridgeError, TrainerError
 from example_trainer.vllm_client import ServerSilent
 from example_trainer.weight_bridge.asking import Late, RunningClock, at_once
-from example_trainer.weight_bridge.fleet import Laggards, Progress, Sight
+from example_trainer.weight_bridge.diagnosis import Evidence, Loss, Progress, Reason, diagnose
+from example_trainer.weight_bridge.fleet import Sight
 from example_trainer.weight_bridge.send_plan import route_to
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of
 from vllm_patching.protocol.manifest import Manifest, flat_layout
@@ -160,48 +162,40 @@ class Member:
             bool(hangs),
         )
 
-    def broken(self, state: dict[str, Any] | None) -> str:
-        """Why it will not finish the update that it is in; empty while it may."""
+    def evidence(self, state: dict[str, Any] | None, version: int) -> Evidence:
+        """Return what a state says of the update to `version`; None: the server did not answer."""
         if state is None:
-            return ""
-        if state["instance"] != self.instance:
-            return "was restarted"
-        if state["engine_dead"]:
-            return "vLLM's engine process has died"
-        if state.get("engine_trouble"):
-            return str(state["engine_trouble"])
-        return f"{taken_over(state)} has taken it over" if state["epoch"] != self.epoch else ""
+            return Evidence(answers=False)
+        gave_up = ""
+        if state["target_version"] is None and state.get("gave_up_waiting") == version:
+            gave_up = f"gave version {version} up: {state['last_error']}"
+        ranks = state.get("ranks", [])
+        errors = dict.fromkeys(str(rank["error"]) for rank in ranks if rank.get("error"))
+        return Evidence(
+            broken=self._broken(state),
+            gave_up=gave_up,
+            rank_errors="; ".join(errors),
+            silent=float(state.get("silent_seconds", 0.0)),
+            received=min((int(rank.get("received_bytes") or 0) for rank in ranks), default=0),
+            idle=any(
+                rank.get("phase") == "receiving" and not rank.get("waits", True) for rank in ranks
+            ),
+        )
 
-    def waited_for_us(self, state: dict[str, Any] | None, version: int) -> str:
-        """What a server says that has given this version up because nothing came from this trainer;
-        empty if it has not.
-        """
-        if (
-            state is None
-            or self.broken(state)
-            or state["target_version"] is not None
-            or state.get("gave_up_waiting") != version
-        ):
-            return ""
-        return f"gave version {version} up: {state['last_error']}"
+    def _broken(self, state: dict[str, Any]) -> Reason | None:
+        """Return why the server cannot finish its update; None while it may."""
+        if state["instance"] != self.instance:
+            return Reason("was restarted", Loss.RESTARTED)
+        if state["epoch"] != self.epoch:
+            return Reason(f"{taken_over(state)} has taken it over", Loss.TAKEN_OVER)
+        if state["engine_dead"]:
+            return Reason("vLLM's engine process has died")
+        if state.get("engine_trouble"):
+            return Reason(str(state["engine_trouble"]))
+        return None
 
 
 MemberCheck = Callable[[Member], None]
-
-
-def failures_of_ranks(state: Mapping[str, Any] | None) -> str:
-    """What a server's ranks say of their own, such as a rendezvous that they cannot reach; empty if
-    nothing.
-    """
-    return "; ".join(
-        dict.fromkeys(rank["error"] for rank in (state or {}).get("ranks", []) if rank["error"])
-    )
-
-
-def holds_up(state: Mapping[str, Any] | None) -> bool:
-    """Whether a server has a rank that is to receive, and does not ask for its bytes."""
-    ranks = state["ranks"] if state else []
-    return any(rank.get("phase") == "receiving" and not rank.get("waits", True) for rank in ranks)
 
 
 def taken_over(state: Mapping[str, Any]) -> str:
@@ -215,46 +209,34 @@ def is_away(error: BaseException) -> bool:
 
 
 class Watch:
-    """Looks at all members while they are to do the same thing, and says whom not to wait for; in
-    the log, whom all wait for.
+    """Looks at all members while they do the same step of an update. Names those not to wait for,
+    and logs which one all wait for.
 
-    Used as a context; `lost` and `guilty` may be asked by any thread.
+    Used as a context; any thread may read `lost` and `reasons`.
     """
 
     def __init__(
-        self,
-        members: Mapping[str, Member],
-        version: int,
-        patience: float,
-        limit: float,
-        as_others: float | None = None,
+        self, members: Mapping[str, Member], version: int, patience: float, limit: float
     ) -> None:
         """
         Args:
             members: by address.
             version: that they are sent.
-            patience: seconds for which one of them may keep the others waiting.
-            limit: that all of it may take from the first byte on.
-            as_others: seconds that it took others, where these were late beside them: who takes
-                longer by `patience` is late.
+            patience: seconds for which one of them may delay the others.
+            limit: seconds for all of it, from the first byte on.
         """
-        self._as_others = as_others
-        self._members, self._version, self._patience, self._limit = (
-            members,
-            version,
-            patience,
-            limit,
-        )
-        self._laggards = Laggards(patience)
+        self._members, self._version = members, version
+        self._patience, self._limit = patience, limit
+        self._progress = Progress()
         self._clock = RunningClock()
-        self._guilty: dict[str, str] = {}
-        self._forming = ""
+        self._reasons: dict[str, Reason] = {}
+        self._forming = False
         self._sent_since: float | None = None
-        self._said = 0.0
+        self._next_line = 0.0
         self._behind = dict.fromkeys(members, 0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch over an update", daemon=True)
-        self._heard = dict.fromkeys(members, self._clock.now())
+        self._answered = dict.fromkeys(members, self._clock.now())
         self._failure: BaseException | None = None
 
     def __enter__(self) -> Watch:
@@ -265,29 +247,30 @@ class Watch:
         self._ended.set()
 
     @property
-    def guilty(self) -> dict[str, str]:
-        """Whom not to wait for, with the reason."""
+    def reasons(self) -> dict[str, Reason]:
+        """The servers not to wait for."""
         if self._failure is not None:
             raise self._failure
-        return dict(self._guilty)
+        return dict(self._reasons)
 
-    @property
-    def in_doubt(self) -> bool:
-        """Whether several are named of whom nothing is known but that they are behind: one may be
-        waiting for the other.
-        """
-        return len(self._guilty) > 1 and self._laggards.merely_behind
+    def texts(self) -> dict[str, str]:
+        """Return `reasons` as sentences without the address."""
+        return {url: reason.text for url, reason in self.reasons.items()}
 
     def lost(self) -> str:
-        """As `guilty`, in one sentence; empty while all may still come."""
-        return "; ".join(f"{url} {reason}" for url, reason in self.guilty.items())
+        """Return `reasons` as one sentence; empty while all may still come."""
+        return "; ".join(f"{url} {text}" for url, text in self.texts().items())
 
-    def forming(self, key: str) -> None:
-        """The members are to meet under this key; an empty one: they have, and are sent to."""
-        self._forming, self._sent_since = key, None if key else self._clock.now()
+    def forming(self) -> None:
+        """Begin to watch the members meet."""
+        self._forming, self._sent_since = True, None
+
+    def sending(self) -> None:
+        """Begin to watch the members receive."""
+        self._forming, self._sent_since = False, self._clock.now()
 
     def sent(self) -> None:
-        """Everything has been sent: nobody waits for bytes any more."""
+        """Stop to log which member all wait for: everything has been sent."""
         self._sent_since = None
 
     def _run(self) -> None:
@@ -296,71 +279,65 @@ class Watch:
             pause = _NEXT_LOOK_SECONDS
             try:
                 self._look()
-            except Exception as error:  # noqa: BLE001 - raised where the watch is asked
+            except Exception as error:  # noqa: BLE001 - raised where the watch is read
                 self._failure = error
                 return
 
     def _look(self) -> None:
         calls = {url: member.state for url, member in self._members.items()}
         states = at_once(calls, LOOK_SECONDS + 1.0, clock=self._clock).ok
-        now, forming = self._clock.now(), self._forming
-        progress = {}
-        for url, member in self._members.items():
-            state = states.get(url)
-            if state is not None:
-                self._heard[url] = now
-            silent = (
-                now - self._heard[url] if state is None else float(state.get("silent_seconds", 0.0))
-            )
-            ranks = state.get("ranks", []) if state else []
-            trouble = member.broken(state)
-            if forming and not trouble:
-                trouble = next((str(rank["error"]) for rank in ranks if rank.get("error")), "")
-            progress[url] = Progress(
-                self._amount(ranks, forming), trouble, silent, not forming and holds_up(state)
-            )
-        if not self._ended.is_set():
-            self._guilty = (
-                self._guilty or self._laggards.named(progress, now) or self._later_than_others(now)
-            )
-            if not self._guilty:
-                self._say_slowest({url: one.amount for url, one in progress.items()}, now)
+        now = self._clock.now()
+        evidence = {
+            url: self._evidence(url, member, states.get(url), now)
+            for url, member in self._members.items()
+        }
+        if self._ended.is_set() or self._reasons:
+            return
+        self._reasons = diagnose(self._progress.timed(evidence, now), self._patience)
+        if not self._reasons:
+            self._log_slowest({url: one.received for url, one in evidence.items()}, now)
 
-    def _later_than_others(self, now: float) -> dict[str, str]:
-        since, before = self._sent_since, self._as_others
-        if since is None or before is None or now - since < before + self._patience:
-            return {}
-        return {url: f"is {now - since - before:.0f} s behind the others" for url in self._members}
+    def _evidence(
+        self, url: str, member: Member, state: dict[str, Any] | None, now: float
+    ) -> Evidence:
+        evidence = member.evidence(state, self._version)
+        if state is None:
+            return replace(evidence, silent=now - self._answered[url])
+        self._answered[url] = now
+        # A server that gave the version up is joined again once its own step has failed.
+        evidence = replace(evidence, gave_up="")
+        if not self._forming:
+            return evidence
+        # The meeting itself shows which receivers did not come.
+        evidence = replace(evidence, received=0, idle=False)
+        if evidence.rank_errors:
+            return replace(evidence, failure=Reason(evidence.rank_errors))
+        return evidence
 
-    def _say_slowest(self, amounts: Mapping[str, int], now: float) -> None:
-        """Whom all wait for who are sent to. Who is slow, and not late, is waited for to the end.
+    def _log_slowest(self, received: Mapping[str, int], now: float) -> None:
+        """Log which members all wait for. A slow member that is not late is waited for.
 
-        Nobody is ever ahead by more than the sender's two buckets, so it is added up who was behind
-        at each look.
+        No member is ever ahead by more than the sender's two buckets, so each look adds up how far
+        behind a member is.
         """
-        most = max(amounts.values())
-        for url, amount in amounts.items():
+        most = max(received.values())
+        for url, amount in received.items():
             self._behind[url] += most - amount
         since = self._sent_since
-        if since is None or now - since < self._patience or now < self._said:
+        if since is None or now - since < self._patience or now < self._next_line:
             return
-        self._said = now + _SAY_EVERY_SECONDS
+        self._next_line = now + _SAY_EVERY_SECONDS
         worst = max(self._behind.values())
         slowest = ", ".join(
-            f"{url} (has {_megabytes(amounts[url])})"
-            for url in amounts
+            f"{url} (has {_megabytes(received[url])})"
+            for url in received
             if self._behind[url] == worst
         )
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + since + self._limit - now))
         logger.warning(
             "[Fleet] version %d is on its way for %.0f s, waiting for %s; the fastest of %d servers has %s; until %s",
-            self._version, now - since, slowest, len(amounts), _megabytes(most), until,
+            self._version, now - since, slowest, len(received), _megabytes(most), until,
         )  # fmt: skip
-
-    def _amount(self, ranks: list[dict[str, Any]], forming: str) -> int:
-        if forming:
-            return 0  # who has not come is known at the meeting itself
-        return min((int(rank.get("received_bytes") or 0) for rank in ranks), default=0)
 
 
 def _megabytes(num_bytes: int) -> str:

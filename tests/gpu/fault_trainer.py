@@ -25,7 +25,7 @@ from example_trainer.errors import BridgeError
 from example_trainer.models.decoder import Decoder
 from example_trainer.weight_bridge.broadcast import BroadcastBridge, Line
 from example_trainer.weight_bridge.cohorts import Cohort
-from example_trainer.weight_bridge.server import BridgeServer, shapes_of
+from example_trainer.weight_bridge.server import BridgeServer, check_layout, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from vllm_patching.weights.families import Geometry
 
@@ -69,6 +69,9 @@ class FaultTrainer(BenchTrainer):
     def connect_wrong(self, what: str) -> dict[str, Any]:
         """Try to join with a model that differs by one `dtype`, `shape` or `name`.
 
+        A broadcast converts each parameter to the server's dtype, so that only a single copy
+        refuses another dtype: its check is made here without its memory, which needs a shared GPU.
+
         Returns:
             what the trainer's own check says, what the server says to a trainer that does not
             check, and the parameter's name.
@@ -90,7 +93,10 @@ class FaultTrainer(BenchTrainer):
         bridge = BroadcastBridge(client)
         told = {"parameter": name, "trainer": "", "server": ""}
         try:
-            bridge.connect(model)
+            if what == "dtype":
+                check_layout(client.wait_for_info(), shapes_of(model))
+            else:
+                bridge.connect(model)
         except BridgeError as error:
             told["trainer"] = str(error)
         finally:

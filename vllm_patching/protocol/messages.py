@@ -22,13 +22,6 @@ class Route(StrEnum):
     GLOO = "gloo"
     """Through the host's memory, since one end keeps its weights there."""
 
-    @property
-    def handed_on(self) -> bool:
-        """Whether receivers may have their bytes from one another: one that takes none then keeps
-        those behind it waiting.
-        """
-        return self is not Route.CUDA_IPC
-
 
 LARGEST = 2**53 - 1
 """Of epochs and versions: every JSON reader keeps such integers exactly, and 64 bits hold them."""

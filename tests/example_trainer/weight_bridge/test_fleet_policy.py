@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -18,8 +18,6 @@ from example_trainer.weight_bridge import asking
 from example_trainer.weight_bridge.fleet import (
     LONGEST_PAUSE_SECONDS,
     Fleet,
-    Laggards,
-    Progress,
     Sight,
     Standing,
     Verdict,
@@ -265,54 +263,6 @@ def test_it_waits_for_enough_servers_until_the_limit_and_gives_up_at_once_where_
     assert fleet.verdict(0.0, LIMIT, 3.0) is Verdict.GO
 
 
-def test_whoever_says_what_is_wrong_is_named_before_those_who_wait_for_it() -> None:
-    laggards = Laggards(PATIENCE)
-    states = {
-        "a": Progress(5, trouble="its engine has died"),
-        "b": Progress(5, silent=99.0),
-        "c": Progress(0),
-    }
-    assert laggards.named(states, 0.0) == {"a": "its engine has died"}
-    del states["a"]
-    assert list(laggards.named(states, 0.0)) == ["b"]
-    assert not laggards.merely_behind
-
-
-def test_who_takes_none_of_its_bytes_is_named_before_those_who_wait_for_them() -> None:
-    """Also where nobody is further than it is: those before it have handed on no more than it took."""
-    laggards = Laggards(PATIENCE)
-    states = {"a": Progress(5), "b": Progress(5, idle=True), "c": Progress(3)}
-    assert laggards.named(states, 0.0) == {}
-    assert list(laggards.named(states, PATIENCE)) == ["b"]
-    assert not laggards.merely_behind
-    states["b"] = Progress(6, idle=True)  # it has taken some, and so may have at each look
-    assert list(laggards.named(states, PATIENCE)) == ["c"]
-    assert laggards.merely_behind
-    del states["c"]
-    states["a"] = Progress(6, idle=True)
-    assert laggards.named(states, 3 * PATIENCE) == {}, "all are at something else"
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.floats(0.1, 4.0)), max_size=30))
-def test_nobody_is_late_who_is_less_than_the_patience_behind_the_first(
-    steps: list[tuple[int, int, float]],
-) -> None:
-    laggards, now = Laggards(PATIENCE), 0.0
-    amounts = {"a": 0, "b": 0, "c": 0}
-    history = [(0.0, dict(amounts))]
-    for which, more, seconds in steps:
-        now += seconds
-        amounts["abc"[which]] += more
-        history.append((now, dict(amounts)))
-        late = laggards.named({url: Progress(amount) for url, amount in amounts.items()}, now)
-        passed = {
-            url: [t for t, then in history if max(then.values()) > amounts[url]] for url in amounts
-        }  # when somebody was further than it is now
-        assert set(late) == {
-            url for url, times in passed.items() if times and now - times[0] >= PATIENCE
-        }
-
-
 def test_no_server_is_blamed_for_the_time_in_which_the_trainer_was_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -333,10 +283,3 @@ def test_no_server_is_blamed_for_the_time_in_which_the_trainer_was_stopped(
     threading.Timer(0.5, passed.set).start()
     answers = asking.at_once({URLS[0]: lambda: "here", URLS[1]: answer}, LIMIT, PATIENCE)
     assert (answers.failed, len(answers.ok)) == ({}, 2)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_if_all_are_equally_slow_nobody_is_late(size: int) -> None:
-    laggards = Laggards(PATIENCE)
-    for now in range(0, 100, 5):
-        assert laggards.named({url: Progress(7) for url in URLS[:size]}, float(now)) == {}
