@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from vllm_patching.protocol.manifest import (
     flat_layout,
     flat_views,
 )
+from vllm_patching.protocol.workers import BridgeWorker, Check, Room, Setup
 from vllm_patching.transport.cohort import Target
 from vllm_patching.transport.shared_memory import gpu_uuid
 from vllm_patching.weights.families import Geometry
@@ -156,7 +157,7 @@ class HeldWeights(WeightReceiver):
 
     # ---- what the bridge asks of a rank ----
 
-    def lockstep_setup(self, share_storage: bool) -> dict[str, Any]:
+    def lockstep_setup(self, share_storage: bool) -> Setup:
         """See the worker extension; nothing is shared, and nothing is there yet."""
         uuid = gpu_uuid(self._lockstep_device) if self._lockstep_device.type == "cuda" else ""
         return {
@@ -166,7 +167,7 @@ class HeldWeights(WeightReceiver):
             "checksum": "",
         }
 
-    def lockstep_room(self) -> dict[str, Any]:
+    def lockstep_room(self) -> Room:
         """The second copy is there already."""
         return {"needed": 0, "free": None}
 
@@ -184,7 +185,7 @@ class HeldWeights(WeightReceiver):
         self.copies[self._receiving].version = None
         self._lockstep_updater.receive_into(self._receiving, version)  # type: ignore[attr-defined]
 
-    def lockstep_commit(self) -> dict[str, Any]:
+    def lockstep_commit(self) -> Check:
         """What came, as it was summed up when it came; nothing has to be copied."""
         status = self._lockstep_updater.status
         return {
@@ -193,7 +194,7 @@ class HeldWeights(WeightReceiver):
             "not_finite": status.not_finite,
         }
 
-    def lockstep_check(self) -> dict[str, Any]:
+    def lockstep_check(self) -> Check:
         """Of the newest weights; nobody writes them."""
         checksum = "" if self._newest is None else self.copies[self._newest].checksum
         return {"tp_rank": self._lockstep_rank, "checksum": checksum, "not_finite": ""}
@@ -286,3 +287,9 @@ def show(model: nn.Module, copy: HeldCopy) -> None:
     """Have the model's parameters be those of a copy."""
     for name, parameter in model.named_parameters():
         parameter.data = copy.tensors[name]
+
+
+if TYPE_CHECKING:
+
+    def _checked(weights: HeldWeights) -> BridgeWorker:
+        return weights

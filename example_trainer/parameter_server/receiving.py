@@ -19,6 +19,7 @@ from atroposlib.web.bounded_protocol import bounded_protocol
 from atroposlib.web.connections import connections_allowed
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parameter_server.engine import Call, StillEngine
+from example_trainer.parameter_server.held import HeldWeights
 from vllm_patching.protocol.timeline import open_timeline
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.protocol.writers import Writer
@@ -50,7 +51,9 @@ class HeldSettlement(Settlement):
 
     async def _look(self) -> tuple[bool, str]:
         try:
-            told = sorted(await self._ranks.call("held_newest"), key=lambda one: one["tp_rank"])
+            told = sorted(
+                await self._ranks.call(HeldWeights.held_newest), key=lambda one: one["tp_rank"]
+            )
         except BridgeRefusal as refusal:
             return False, str(refusal)
         found = {(one["weight_epoch"], one["version"]) for one in told}

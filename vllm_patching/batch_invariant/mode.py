@@ -12,6 +12,7 @@ from vllm_patching.batch_invariant.pages import PAGE
 from vllm_patching.batch_invariant.settings import ENVIRONMENT
 from vllm_patching.compat.batch_invariant import graphs_without_compilation, pin_flash_attention
 from vllm_patching.compat.requests import check_requests
+from vllm_patching.protocol.workers import DeterministicWorker
 
 logger = logging.getLogger(__name__)
 
@@ -157,9 +158,8 @@ async def verify(engine: Any) -> dict[str, Any]:
     Raises:
         DeterminismRefused: an operation depends on the batch on this machine.
     """
-    report: dict[str, Any] = (
-        await engine.collective_rpc("lockstep_deterministic_check", timeout=SELF_TEST_SECONDS)
-    )[0]
+    check = DeterministicWorker.lockstep_deterministic_check.__name__
+    report: dict[str, Any] = (await engine.collective_rpc(check, timeout=SELF_TEST_SECONDS))[0]
     if failure := report.pop("failure"):
         raise DeterminismRefused(
             f"the self-test of deterministic mode failed, so nothing is served: {failure}"

@@ -4,13 +4,14 @@ model, which patches vLLM.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_patching.batch_invariant.patches import apply_patches
 from vllm_patching.batch_invariant.provenance import provenance
 from vllm_patching.batch_invariant.self_test import self_test
 from vllm_patching.batch_invariant.settings import nccl_variables, restore_nccl
 from vllm_patching.compat.loggers import worker_logger
+from vllm_patching.protocol import workers
 from vllm_patching.worker.extension import LockstepWorkerExtension
 
 logger = worker_logger("lockstep.deterministic")
@@ -41,7 +42,7 @@ _NCCL = nccl_variables()
 class DeterministicSharedWorker(DeterministicWorker, LockstepWorkerExtension):
     """With the weight bridge."""
 
-    def lockstep_setup(self, share_storage: bool) -> dict[str, Any]:
+    def lockstep_setup(self, share_storage: bool) -> workers.Setup:
         """See LockstepWorkerExtension.
 
         vLLM's batch-invariant mode makes NCCL sum in one order, by variables that also choose
@@ -50,3 +51,9 @@ class DeterministicSharedWorker(DeterministicWorker, LockstepWorkerExtension):
         """
         restore_nccl(_NCCL)
         return super().lockstep_setup(share_storage)
+
+
+if TYPE_CHECKING:
+
+    def _checked(worker: DeterministicWorker) -> workers.DeterministicWorker:
+        return worker

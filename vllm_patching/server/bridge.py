@@ -17,6 +17,7 @@ from vllm_patching.compat.requests import salt_prefix_cache
 from vllm_patching.protocol.lease import Leases
 from vllm_patching.protocol.manifest import Manifest, flat_layout
 from vllm_patching.protocol.timeline import Timeline
+from vllm_patching.protocol.workers import BridgeWorker
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server import config_file as bridge_config
 from vllm_patching.server.calling_off import CallingOff
@@ -108,7 +109,7 @@ class Bridge:
         # A trainer whose memory were one replica's would leave the others behind.
         share_storage = replicas(self._engine) == 1
         of_all = sorted(
-            await self._ranks.call("lockstep_setup", share_storage),
+            await self._ranks.call(BridgeWorker.lockstep_setup, share_storage),
             key=lambda s: s["manifest"]["tp_rank"],
         )
         self._replicas = 1 + max(setup["replica"] for setup in of_all)

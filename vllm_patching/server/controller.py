@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_patching.compat.outputs import has_requests
 from vllm_patching.protocol.lease import LeaseLost
 from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.verification import BridgeRefusal, compare
+from vllm_patching.protocol.workers import BridgeWorker, Check
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server import config_file as bridge_config
 from vllm_patching.server.bridge import Bridge
@@ -86,12 +87,14 @@ class BridgeController(Bridge):
             )
             self._watchdog.follow([writer for writer in writers if writer not in self._unseen])
             if mode == "broadcast":
-                await self._ranks.call("lockstep_aim", chosen == "direct")
+                await self._ranks.call(BridgeWorker.lockstep_aim, chosen == "direct")
             else:
-                await self._ranks.call("lockstep_leave")
+                await self._ranks.call(BridgeWorker.lockstep_leave)
             followed = list(events) if mode == "single_copy" else []
             limit = max(self.timeout / 2, self.timeout - _EVENT_MARGIN_SECONDS)
-            refusals = await self._ranks.call("lockstep_follow", followed, trainer, limit)
+            refusals = await self._ranks.call(
+                BridgeWorker.lockstep_follow, followed, trainer, limit
+            )
             try:
                 self._write_config()
             except bridge_config.ConfigFileError as error:
@@ -156,14 +159,21 @@ class BridgeController(Bridge):
                         f"members {index} to {index + self._replicas - 1} of a cohort of {members}: there is no such place",
                     )
                 self._cohort = ""
+                await self._ranks.call(
+                    BridgeWorker.lockstep_cohort,
+                    host,
+                    port,
+                    secret,
+                    key,
+                    members,
+                    index,
+                    lanes,
+                    str(route),
+                    epoch,
+                    self.timeout,
+                )
                 if members:
-                    place = (host, port, secret, key, members, index, lanes, str(route))
-                    await self._ranks.call("lockstep_cohort", *place, epoch, self.timeout)
                     self._cohort = key
-                else:
-                    await self._ranks.call(
-                        "lockstep_cohort", "", 0, "", "", 0, 0, 1, str(route), epoch, self.timeout
-                    )
                 await self._ranks.statuses()
                 return {"epoch": epoch, "cohort": self._cohort, "ranks": self._ranks.last_seen}
 
@@ -197,7 +207,7 @@ class BridgeController(Bridge):
             self.state.begin(version)
             try:
                 if self.state.transfer == "overlapped":
-                    await self._ranks.call("lockstep_receive", version)
+                    await self._ranks.call(BridgeWorker.lockstep_receive, version)
                     return {"state": self.state.phase, "lease": None}
                 await self._pause_engine()
                 deadline = self._clock.deadline
@@ -205,7 +215,7 @@ class BridgeController(Bridge):
                     lease = self._leases.grant(
                         epoch, version, "the workers' updater threads", deadline
                     )
-                    await self._ranks.call("lockstep_receive", version)
+                    await self._ranks.call(BridgeWorker.lockstep_receive, version)
                 else:
                     lease = self._leases.grant(
                         epoch, version, self.state.trainer, deadline, self._writers, self._unseen
@@ -227,6 +237,7 @@ class BridgeController(Bridge):
                 to write, but for what lies before the events that it shares.
         """
         async with self._lock:
+            arrived: Sequence[Mapping[str, Any]]
             resumed_at = None
             self._or_conflict(lambda: self.state.check_epoch(epoch))
             overlapped = self.state.transfer == "overlapped"
@@ -239,7 +250,7 @@ class BridgeController(Bridge):
                     arrived = await self._until("received", f"transfer of version {version}")
                 else:
                     arrived, resumed_at = await self._checked(
-                        "lockstep_check_written", checksums, version
+                        BridgeWorker.lockstep_check_written, checksums, version
                     )
                 if not any(answer.get("late") for answer in arrived):
                     self._leases.end()
@@ -247,7 +258,9 @@ class BridgeController(Bridge):
                 compare(arrived, checksums, version, "received")
                 if overlapped:
                     await self._pause_engine()
-                    arrived, resumed_at = await self._checked("lockstep_commit", checksums, version)
+                    arrived, resumed_at = await self._checked(
+                        BridgeWorker.lockstep_commit, checksums, version
+                    )
                 self._clock.reach("committed")
                 compare(arrived, checksums, version, "holds after the commit")
                 self._clock.reach("verified")
@@ -302,8 +315,8 @@ class BridgeController(Bridge):
         self._clock.reach("paused")
 
     async def _checked(
-        self, method: str, checksums: list[str], version: int
-    ) -> tuple[list[Any], float | None]:
+        self, method: Callable[[Any], Check], checksums: list[str], version: int
+    ) -> tuple[list[Check], float | None]:
         """Each rank's answer to a check, and when the engine went on: None if it was not given what
         it expected.
         """

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,8 +26,9 @@ from pydantic import Field
 from vllm_patching.compat.adapters import lora_request
 from vllm_patching.protocol.messages import LARGEST, Message
 from vllm_patching.protocol.verification import BridgeRefusal
+from vllm_patching.protocol.workers import LoraLoad, LoraSetup, LoraWorker
 from vllm_patching.server.adapter_removals import AdapterRemovals
-from vllm_patching.server.ranks import RankCalls
+from vllm_patching.server.ranks import Answer, Arguments, RankCalls
 from vllm_patching.server.version_spans import Span, VersionSpans, Weights
 from vllm_patching.transport.adapter_file import AdapterError, open_adapter
 from vllm_patching.weights.families import Geometry
@@ -131,8 +132,10 @@ class LoraController:
         self._next_id = FIRST_ID
         self._lock = asyncio.Lock()
         self._room = asyncio.Event()
-        self._removals = AdapterRemovals(lambda ids: self._rpc("lora_remove", ids), self._room.set)
-        self._ranks: list[dict[str, Any]] = []
+        self._removals = AdapterRemovals(
+            lambda ids: self._rpc(LoraWorker.lora_remove, ids), self._room.set
+        )
+        self._ranks: list[LoraSetup] = []
         self.swaps = 0
         self.last_error = ""
         self.last_swap: dict[str, float] = {}
@@ -142,7 +145,7 @@ class LoraController:
         adapter get the newest.
         """
         self._geometry = Geometry.from_config(self._engine.model_config.hf_config.to_dict())
-        self._ranks = await self._rpc("lora_setup", seconds=SETUP_SECONDS)
+        self._ranks = await self._rpc(LoraWorker.lora_setup, seconds=SETUP_SECONDS)
         self._engine.generate = self.generate
         logger.info(
             "[vLLM Patch] ✓ LoRA ready: rank up to %d, %d adapters at the same time, %d in memory",
@@ -292,9 +295,9 @@ class LoraController:
 
     async def _load_on_ranks(
         self, path: str, adapter_id: int, checksum: str | None
-    ) -> list[dict[str, Any]]:
+    ) -> list[LoraLoad]:
         try:
-            answers = await self._rpc("lora_load", path, adapter_id, checksum)
+            answers = await self._rpc(LoraWorker.lora_load, path, adapter_id, checksum)
         except (
             BaseException
         ):  # without an answer it may be there on some ranks, or come to be there later
@@ -345,7 +348,12 @@ class LoraController:
         if adapter.requests == 0 and self._retiring.pop(adapter.adapter_id, None) is not None:
             self._removals.add(adapter.adapter_id)
 
-    async def _rpc(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
+    async def _rpc(
+        self,
+        method: Callable[[Any, *Arguments], Answer],
+        *args: *Arguments,
+        seconds: float | None = None,
+    ) -> list[Answer]:
         try:
             return await self._workers.call(method, *args, seconds=seconds)
         except BridgeRefusal as refusal:

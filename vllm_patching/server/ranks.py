@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from vllm_patching.compat.engine import (
     ask_engine_cores,
@@ -23,7 +23,11 @@ from vllm_patching.protocol.verification import (
     BridgeRefusal,
     rank_name,
 )
+from vllm_patching.protocol.workers import BridgeWorker, Check
 from vllm_patching.server.silence import Silence
+
+Answer = TypeVar("Answer")
+Arguments = TypeVarTuple("Arguments")
 
 logger = logging.getLogger("vllm.lockstep.bridge")
 
@@ -162,22 +166,33 @@ class RankCalls:
         )
         self._who += of_all
 
-    async def call(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
-        """One answer of each rank of each replica; those that are dicts are told `replica`.
+    async def call(
+        self,
+        method: Callable[[Any, *Arguments], Answer],
+        *args: *Arguments,
+        seconds: float | None = None,
+    ) -> list[Answer]:
+        """One answer of each rank of each replica; those that are dicts get the key `replica`.
 
         Args:
+            method: of a protocol in protocol/workers.py.
             seconds: for this call, if not as long as for every other.
 
         Raises:
             BridgeRefusal: they did not answer in time, or the engine has died.
         """
         limit = self._timeout if seconds is None else seconds
-        by_replica = await self._in_time(ask_workers(self._engine, method, args), method, limit)
+        name = method.__name__
+        by_replica = await self._in_time(ask_workers(self._engine, name, args), name, limit)
         return _placed(by_replica)
 
     async def verify_and_resume(
-        self, method: str, expected: Sequence[str], version: int, resumed: Callable[[float], None]
-    ) -> tuple[list[Any], float | None, bool]:
+        self,
+        method: Callable[[Any], Check],
+        expected: Sequence[str],
+        version: int,
+        resumed: Callable[[float], None],
+    ) -> tuple[list[Check], float | None, bool]:
         """Ask all ranks for checksums and, if they are as expected, let the paused engine go on,
         all in one message.
 
@@ -203,7 +218,7 @@ class RankCalls:
         """
         deadline = time.monotonic() + max(self._timeout / 2, self._timeout - _ANSWER_SECONDS)
         asked = ask_engine_cores(
-            self._engine, VERIFY_AND_RESUME, method, list(expected), version, deadline
+            self._engine, VERIFY_AND_RESUME, method.__name__, list(expected), version, deadline
         )
         questions = [asyncio.ensure_future(question) for question in asked]
         all_asked = asyncio.ensure_future(asyncio.wait(questions))
@@ -234,11 +249,11 @@ class RankCalls:
                 self._silence.overdue(question, self._timeout)
         if failed:
             await answer_in_time(
-                self._engine, failed[0], method, self._timeout, self._who
+                self._engine, failed[0], method.__name__, self._timeout, self._who
             )  # raises
         if not all_asked.done():
             raise BridgeRefusal(
-                504, f"{self._who} did not answer {method} within {self._timeout:g} s"
+                504, f"{self._who} did not answer {method.__name__} within {self._timeout:g} s"
             )
         if runs and 0 < len(moments) < len(questions):
             await self._stop(self._timeout)
@@ -279,13 +294,18 @@ class RankCalls:
         """
         if asked == "direct":
             return asked
-        rooms = await self.call("lockstep_room")
-        tight = next((r for r in rooms if r["free"] is not None and r["free"] < r["needed"]), None)
-        if tight is None:
+        rooms = await self.call(BridgeWorker.lockstep_room)
+        tight = [
+            (room["needed"], room["free"])
+            for room in rooms
+            if room["free"] is not None and room["free"] < room["needed"]
+        ]
+        if not tight:
             return "overlapped"
+        needed, free = tight[0]
         figures = (
-            f"an overlapped transfer needs {tight['needed'] / 1e9:.2f} GB more on each of vLLM's GPUs, "
-            f"{max(0, tight['free']) / 1e9:.2f} GB are free"
+            f"an overlapped transfer needs {needed / 1e9:.2f} GB more on each of vLLM's GPUs, "
+            f"{max(0, free) / 1e9:.2f} GB are free"
         )
         if asked == "overlapped":
             raise BridgeRefusal(
@@ -299,7 +319,7 @@ class RankCalls:
         """When a rank 0 first began a step since weights were last received or checked
         (time.monotonic()); None: not yet.
         """
-        answers = await self.call("lockstep_first_step")
+        answers = await self.call(BridgeWorker.lockstep_first_step)
         began = [
             answer["began"]
             for answer in answers
@@ -314,7 +334,7 @@ class RankCalls:
         Args:
             patience: seconds that a worker may wait for its thread's command to end.
         """
-        answers = await self.call("lockstep_status", patience)
+        answers = await self.call(BridgeWorker.lockstep_status, patience)
         statuses = sorted(answers, key=lambda status: (status.get("replica", 0), status["tp_rank"]))
         blank = {
             "replica": 0,

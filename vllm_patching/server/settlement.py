@@ -7,6 +7,7 @@ import time
 
 from vllm_patching.protocol.lease import Leases
 from vllm_patching.protocol.verification import BridgeRefusal
+from vllm_patching.protocol.workers import BridgeWorker
 from vllm_patching.server.engine_switch import EngineSwitch
 from vllm_patching.server.ranks import RankCalls
 from vllm_patching.server.state import BridgeState
@@ -120,11 +121,11 @@ class Settlement:
         """
         try:
             if self._state.mode == "broadcast" and self._state.in_update:
-                await self._ranks.call("lockstep_discard", LET_GO_SECONDS)
+                await self._ranks.call(BridgeWorker.lockstep_discard, LET_GO_SECONDS)
             if not await self._nobody_writes():
                 assert self._leases.out is not None
                 return False, self._leases.out.remedy
-            answers = await self._ranks.call("lockstep_check")
+            answers = await self._ranks.call(BridgeWorker.lockstep_check)
         except BridgeRefusal as refusal:
             return False, str(refusal)
         expected = self._state.checksums
@@ -145,7 +146,7 @@ class Settlement:
         done = (
             lease.has_ended
             if lease.writers
-            else all(await self._ranks.call("lockstep_discard", LET_GO_SECONDS))
+            else all(await self._ranks.call(BridgeWorker.lockstep_discard, LET_GO_SECONDS))
         )
         if done:
             self._leases.end()

@@ -28,6 +28,7 @@ from fastapi.responses import JSONResponse
 
 from vllm_patching.protocol.messages import Epoch, Message
 from vllm_patching.protocol.verification import BridgeRefusal
+from vllm_patching.protocol.workers import CacheAnswer, TurnsWorker
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server.engine_switch import EngineSwitch
 from vllm_patching.server.ranks import RankCalls
@@ -88,7 +89,9 @@ class Turns:
         Raises:
             BridgeRefusal: a rank has none, or did not answer.
         """
-        self.bytes = min(answer["bytes"] for answer in await self._asked("lockstep_cache_bytes"))
+        self.bytes = min(
+            answer["bytes"] for answer in await self._asked(TurnsWorker.lockstep_cache_bytes)
+        )
         logger.info(
             "[Turns] The trainer's turn gives it %.2f GiB of keys and values", self.bytes / 2**30
         )
@@ -125,7 +128,7 @@ class Turns:
             try:
                 await self._switch.pause()
                 self._switch.resting = True
-                answers = await self._asked("lockstep_give_back")
+                answers = await self._asked(TurnsWorker.lockstep_give_back)
                 self.changing = False
             except BridgeRefusal as refusal:
                 await self._sample_if_possible(f"its turn could not begin: {refusal}")
@@ -218,7 +221,7 @@ class Turns:
                 f"/turns/{step} in phase {self._state.phase} of the update to {self._state.target_version}: end that first",
             )
 
-    async def _asked(self, method: str) -> list[dict[str, Any]]:
+    async def _asked(self, method: Callable[[Any], CacheAnswer]) -> list[CacheAnswer]:
         answers = await self._ranks.call(method)
         errors = [
             f"rank {answer['tp_rank']}: {answer['error']}" for answer in answers if answer["error"]
@@ -236,7 +239,7 @@ class Turns:
             self.turn, self._since = Turn.SAMPLING, time.monotonic()
         self.changing = True
         try:
-            await self._asked("lockstep_take_again")
+            await self._asked(TurnsWorker.lockstep_take_again)
             self._switch.resting = False
             if self._state.healthy:  # else the update that mends the weights lets it go on
                 await self._switch.resume()

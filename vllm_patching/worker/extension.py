@@ -6,12 +6,13 @@ bases, so every method is prefixed: the names share one space with vLLM's own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_patching.compat.cpu_seeds import take_back_cpu_draws
 from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
 from vllm_patching.compat.engine import replica_of
 from vllm_patching.compat.loggers import worker_logger
+from vllm_patching.protocol.workers import BridgeWorker, Setup, TurnsWorker
 from vllm_patching.transport.shared_memory import export_cuda_ipc, export_to_shared_memory, gpu_uuid
 from vllm_patching.weights.families import Geometry
 from vllm_patching.worker.parameters import build_manifest, own_parameters, tensor_parallel
@@ -31,7 +32,7 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
     Attributes are made by lockstep_setup, since vLLM never calls an __init__ of ours.
     """
 
-    def lockstep_setup(self, share_storage: bool) -> dict[str, Any]:
+    def lockstep_setup(self, share_storage: bool) -> Setup:
         """Find the parameters, check them against the plan, open them for sharing and start the
         updater thread.
 
@@ -62,3 +63,9 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
             "gpu_uuid": gpu_uuid(device) if device.type == "cuda" else "",
             "checksum": self.lockstep_check()["checksum"],
         }
+
+
+if TYPE_CHECKING:
+
+    def _checked(worker: LockstepWorkerExtension) -> tuple[BridgeWorker, TurnsWorker]:
+        return worker, worker

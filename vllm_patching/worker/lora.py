@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,7 @@ from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
 from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import dtype_name, flat_layout, local_view
+from vllm_patching.protocol.workers import LoraLoad, LoraSetup, LoraWorker
 from vllm_patching.transport.adapter_file import (
     AdapterError,
     AdapterFile,
@@ -40,7 +41,7 @@ class LoraWorkerExtension:
     Attributes are made by lora_setup, since vLLM never calls an __init__ of ours.
     """
 
-    def lora_setup(self) -> dict[str, Any]:
+    def lora_setup(self) -> LoraSetup:
         """Look at the base model and at the places for adapters.
 
         Returns:
@@ -68,7 +69,7 @@ class LoraWorkerExtension:
             "capacity": manager.capacity,
         }
 
-    def lora_load(self, folder: str, adapter_id: int, checksum: str | None) -> dict[str, Any]:
+    def lora_load(self, folder: str, adapter_id: int, checksum: str | None) -> LoraLoad:
         """Read an adapter, check it, and give it to vLLM. All or nothing on this rank.
 
         Args:
@@ -155,3 +156,9 @@ class LoraWorkerExtension:
 def _lap(started: float) -> tuple[float, float]:
     now = time.perf_counter()
     return now - started, now
+
+
+if TYPE_CHECKING:
+
+    def _checked(worker: LoraWorkerExtension) -> LoraWorker:
+        return worker

@@ -16,6 +16,7 @@ import torch
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import Manifest, flat_layout, local_view
 from vllm_patching.protocol.messages import Route
+from vllm_patching.protocol.workers import Check, FirstStepAnswer, Room
 from vllm_patching.transport.cohort import CohortPlace
 from vllm_patching.transport.rendezvous import Meeting
 from vllm_patching.transport.shared_memory import SharedMemoryError, open_event, reached_in_time
@@ -66,7 +67,7 @@ class WeightReceiver:
         self._lockstep_updater.start()
         self._lockstep_first_step = FirstStep(self)
 
-    def lockstep_room(self) -> dict[str, Any]:
+    def lockstep_room(self) -> Room:
         """Bytes that a staging buffer needs, and bytes free for one (None on a CPU, where memory is
         not the question).
         """
@@ -141,13 +142,13 @@ class WeightReceiver:
         who = {"tp_rank": self._lockstep_rank, "replica": self._lockstep_replica}
         return {**who, "trainer_gone": updater.trainer_gone(), **status}
 
-    def lockstep_commit(self) -> dict[str, Any]:
+    def lockstep_commit(self) -> Check:
         """Copy what is staged into the live parameters, and check those."""
         with torch.no_grad():
             torch._foreach_copy_(self._lockstep_live, self._lockstep_updater.staged())
         return self.lockstep_check()
 
-    def lockstep_first_step(self) -> dict[str, Any]:
+    def lockstep_first_step(self) -> FirstStepAnswer:
         """When this rank began its first step since weights were last received or checked
         (time.monotonic(), or None).
         """
@@ -184,7 +185,7 @@ class WeightReceiver:
             return str(error)
         return ""
 
-    def lockstep_check_written(self) -> dict[str, Any]:
+    def lockstep_check_written(self) -> Check:
         """As lockstep_check, behind the writes of the trainer that is followed.
 
         Its process may have been killed after it recorded its event and before its GPU came there.
@@ -206,7 +207,7 @@ class WeightReceiver:
             return {"tp_rank": self._lockstep_rank, "checksum": "", "not_finite": "", "late": late}
         return self.lockstep_check()
 
-    def lockstep_check(self) -> dict[str, Any]:
+    def lockstep_check(self) -> Check:
         """Checksum of the live parameters and the first of them that holds NaN or infinity (or an
         empty string).
 

@@ -5,11 +5,11 @@ worker's main thread through collective_rpc.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from vllm_patching.compat.cache_memory import CacheMemory, pool_keys_and_values
 from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.compat.versions import UnsupportedVllm
+from vllm_patching.protocol.workers import CacheAnswer
 
 logger = worker_logger("lockstep.turns")
 
@@ -35,7 +35,7 @@ class TurnsWorkerExtension:
     answers behind, for the next call to find.
     """
 
-    def lockstep_cache_bytes(self) -> dict[str, Any]:
+    def lockstep_cache_bytes(self) -> CacheAnswer:
         """Bytes of keys and values that this rank can give back; `error` says why not, if it
         cannot.
         """
@@ -45,7 +45,7 @@ class TurnsWorkerExtension:
             return self._lockstep_turn(0, str(error))
         return self._lockstep_turn(self._lockstep_cache.bytes)
 
-    def lockstep_give_back(self) -> dict[str, Any]:
+    def lockstep_give_back(self) -> CacheAnswer:
         """Free the keys' and values' memory; `bytes` were freed by this call.
 
         No step may be in flight.
@@ -59,7 +59,7 @@ class TurnsWorkerExtension:
         logger.info("[Turns] %.2f GiB of keys and values given back", freed / 2**30)
         return self._lockstep_turn(freed)
 
-    def lockstep_take_again(self) -> dict[str, Any]:
+    def lockstep_take_again(self) -> CacheAnswer:
         """Have the keys' and values' memory again, empty.
 
         `error` names bytes wanted and free where that cannot be.
@@ -69,5 +69,5 @@ class TurnsWorkerExtension:
             logger.error("[Turns] %s", error)
         return self._lockstep_turn(0 if error else self._lockstep_cache.bytes, error)
 
-    def _lockstep_turn(self, size: int, error: str = "") -> dict[str, Any]:
+    def _lockstep_turn(self, size: int, error: str = "") -> CacheAnswer:
         return {"tp_rank": getattr(self, "_lockstep_rank", 0), "bytes": size, "error": error}

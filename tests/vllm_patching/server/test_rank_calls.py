@@ -18,6 +18,7 @@ from vllm_patching.protocol.verification import (
     BridgeRefusal,
     compare,
 )
+from vllm_patching.protocol.workers import BridgeWorker
 from vllm_patching.server import ranks as bridge_ranks
 from vllm_patching.server.ranks import RankCalls
 from vllm_patching.server.silence import FURTHER_SECONDS, Silence
@@ -93,7 +94,7 @@ async def ask(
 ) -> tuple[list[Any], float | None, bool]:
     told = [] if late is None else late
     return await RankCalls(Engine(core), timeout).verify_and_resume(
-        "lockstep_check", ["a"], 3, told.append
+        BridgeWorker.lockstep_check, ["a"], 3, told.append
     )
 
 
@@ -168,10 +169,10 @@ async def test_an_engine_that_dies_while_it_is_asked_is_not_waited_for(question:
     """
     core = EngineCore(late=2 * LONG)
     asyncio.get_running_loop().call_later(0.01, setattr, core, "dead", True)
-    ranks = RankCalls(Engine(core), LONG)
+    ranks, check = RankCalls(Engine(core), LONG), BridgeWorker.lockstep_check
     questions: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
-        "check": lambda: ranks.verify_and_resume("lockstep_check", ["a"], 3, lambda _: None),
-        "call": lambda: ranks.call("lockstep_check"),
+        "check": lambda: ranks.verify_and_resume(check, ["a"], 3, lambda _: None),
+        "call": lambda: ranks.call(check),
     }
     with pytest.raises(
         BridgeRefusal, match="engine process has died; restart the server"
@@ -201,15 +202,16 @@ async def test_while_an_answer_is_overdue_no_other_is_waited_for_as_long() -> No
     each for a whole deadline.
     """
     engine, silence = Queue(), Silence()
-    with pytest.raises(BridgeRefusal, match=r"did not answer first within 0\.2 s"):
-        await RankCalls(engine, TIMEOUT, silence).call("first")
+    with pytest.raises(BridgeRefusal, match=r"did not answer lockstep_check within 0\.2 s"):
+        await RankCalls(engine, TIMEOUT, silence).call(BridgeWorker.lockstep_check)
     assert silence.patience(LONG) == FURTHER_SECONDS
     assert silence.patience(FURTHER_SECONDS / 2) == FURTHER_SECONDS / 2
     assert silence.seconds >= TIMEOUT, "nobody waits any more, and there is no answer yet"
-    with pytest.raises(BridgeRefusal, match=rf"did not answer second within {FURTHER_SECONDS:g} s"):
-        await RankCalls(engine, LONG, silence).call("second")
+    with pytest.raises(BridgeRefusal, match=rf"answer lockstep_room within {FURTHER_SECONDS:g} s"):
+        await RankCalls(engine, LONG, silence).call(BridgeWorker.lockstep_room)
     engine.moves.set()
-    assert await RankCalls(engine, LONG, silence).call("third") == ["third"]
+    third = await RankCalls(engine, LONG, silence).call(BridgeWorker.lockstep_leave)
+    assert third == ["lockstep_leave"]
     assert (silence.patience(LONG), silence.seconds) == (LONG, 0.0)
 
 
@@ -241,7 +243,7 @@ async def test_a_worker_that_raises_is_an_answer_like_any_other() -> None:
         BridgeRefusal,
         match=r"failed in lockstep_check: Worker failed with error 'no such tensor'; the",
     ):
-        await RankCalls(Broken(), LONG).call("lockstep_check")
+        await RankCalls(Broken(), LONG).call(BridgeWorker.lockstep_check)
 
 
 def test_writes_that_did_not_come_in_time_are_no_weights() -> None:

@@ -18,6 +18,7 @@ from vllm_patching.protocol.verification import (
     BridgeRefusal,
     compare,
 )
+from vllm_patching.protocol.workers import BridgeWorker
 from vllm_patching.server import ranks as rank_calls
 from vllm_patching.server.ranks import RankCalls
 
@@ -100,7 +101,7 @@ async def verify(
     engine: Engine, told: list[float], timeout: float = LONG
 ) -> tuple[list[Any], float | None, bool]:
     return await RankCalls(engine, timeout).verify_and_resume(
-        "lockstep_check", ["a", "a"], 3, told.append
+        BridgeWorker.lockstep_check, ["a", "a"], 3, told.append
     )
 
 
@@ -108,7 +109,7 @@ async def verify(
 async def test_every_rank_of_every_replica_answers_and_is_named() -> None:
     engine = Engine(Core("a"), Core("b"))
     assert replicas(engine) == 2
-    answers = await RankCalls(engine, LONG).call("lockstep_check")
+    answers = await RankCalls(engine, LONG).call(BridgeWorker.lockstep_check)
     assert [(a["replica"], a["tp_rank"], a["checksum"]) for a in answers] == [
         (0, 0, "a"),
         (0, 1, "a"),
