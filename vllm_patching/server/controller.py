@@ -64,10 +64,9 @@ class BridgeController(Bridge):
         async with self._lock:
             require_fitting(self._manifests, parameters, self._model)
             if mode == "single_copy" and self._replicas > 1:
-                n = self._replicas
                 raise BridgeRefusal(
                     409,
-                    f"this server has {n} replicas, and a single copy is the memory of one: broadcast",
+                    f"this server has {self._replicas} replicas, and a single copy is the memory of one: broadcast",
                 )
             if events:
                 require_one_each("event", len(events), len(self._manifests))
@@ -78,41 +77,42 @@ class BridgeController(Bridge):
             epoch = self._or_conflict(
                 lambda: self.state.begin_epoch(trainer, mode, chosen, weight_epoch)
             )
-            self._cohort = ""
-            # A process that could not be seen at first (in another container, say) has not ended if
-            # it cannot be seen.
-            self._writers, self._unseen = (
-                tuple(writers),
-                tuple(writer for writer in writers if not writer.is_here()),
-            )
-            self._watchdog.follow([writer for writer in writers if writer not in self._unseen])
-            if mode == "broadcast":
-                await self._ranks.call(BridgeWorker.lockstep_aim, chosen == "direct")
-            else:
-                await self._ranks.call(BridgeWorker.lockstep_leave)
-            followed = list(events) if mode == "single_copy" else []
-            limit = max(self.timeout / 2, self.timeout - _EVENT_MARGIN_SECONDS)
-            refusals = await self._ranks.call(
-                BridgeWorker.lockstep_follow, followed, trainer, limit
-            )
+            follows_writes = await self._follow(writers, events)
             try:
                 self._write_config()
             except bridge_config.ConfigFileError as error:
                 raise BridgeRefusal(507, str(error)) from error
-            logger.info(
-                "[Bridge] %s joins as epoch %d (%s)",
-                trainer,
-                epoch,
-                f"{mode}, {chosen}" if chosen else mode,
-            )
+            way = ", ".join(filter(None, (mode, chosen)))
+            logger.info("[Bridge] %s joins as epoch %d (%s)", trainer, epoch, way)
             return {
                 "instance": self.instance,
                 "epoch": epoch,
                 "transfer": chosen,
                 "weight_version": self.state.weight_version,
                 "replicas": self._replicas,
-                "follows_writes": bool(events) and not any(refusals),
+                "follows_writes": follows_writes,
             }
+
+    async def _follow(self, writers: Sequence[Writer], events: Sequence[str]) -> bool:
+        """Prepare for the trainer that has joined. Return whether checks wait for its events."""
+        self._cohort = ""
+        # A process that could not be seen at first (in another container, say) has not ended if it
+        # cannot be seen.
+        self._writers = tuple(writers)
+        self._unseen = tuple(writer for writer in writers if not writer.is_here())
+        self._watchdog.follow([writer for writer in writers if writer not in self._unseen])
+        followed: list[str] = []
+        if self.state.mode == "broadcast":
+            direct = self.state.transfer == "direct"
+            await self._ranks.call(BridgeWorker.lockstep_aim, direct)
+        else:
+            await self._ranks.call(BridgeWorker.lockstep_leave)
+            followed = list(events)
+        limit = max(self.timeout / 2, self.timeout - _EVENT_MARGIN_SECONDS)
+        refusals = await self._ranks.call(
+            BridgeWorker.lockstep_follow, followed, self.state.trainer, limit
+        )
+        return bool(events) and not any(refusals)
 
     async def cohort(
         self,
@@ -143,21 +143,7 @@ class BridgeController(Bridge):
         ):
             async with self._lock:
                 self._or_conflict(lambda: self.state.check_epoch(epoch))
-                if self.state.in_update or self.state.mode != "broadcast":
-                    now = (
-                        f"in an update to version {self.state.target_version}"
-                        if self.state.in_update
-                        else "no broadcast's"
-                    )
-                    raise BridgeRefusal(
-                        409,
-                        f"no cohort can be formed: this server is {now}; abort that, or join as one",
-                    )
-                if members and index + self._replicas > members:
-                    raise BridgeRefusal(
-                        422,
-                        f"members {index} to {index + self._replicas - 1} of a cohort of {members}: there is no such place",
-                    )
+                self._require_place(members, index)
                 self._cohort = ""
                 await self._ranks.call(
                     BridgeWorker.lockstep_cohort,
@@ -176,6 +162,23 @@ class BridgeController(Bridge):
                     self._cohort = key
                 await self._ranks.statuses()
                 return {"epoch": epoch, "cohort": self._cohort, "ranks": self._ranks.last_seen}
+
+    def _require_place(self, members: int, index: int) -> None:
+        """Raise BridgeRefusal unless this server can take its places in a cohort now."""
+        now = ""
+        if self.state.in_update:
+            now = f"in an update to version {self.state.target_version}"
+        elif self.state.mode != "broadcast":
+            now = "no broadcast's"
+        if now:
+            raise BridgeRefusal(
+                409, f"no cohort can be formed: this server is {now}; abort that, or join as one"
+            )
+        if members and index + self._replicas > members:
+            raise BridgeRefusal(
+                422,
+                f"members {index} to {index + self._replicas - 1} of a cohort of {members}: there is no such place",
+            )
 
     async def begin(self, epoch: int, version: int, cohort: str = "") -> dict[str, Any]:
         """An update begins. Overlapped: the ranks receive beside the live weights. Otherwise the

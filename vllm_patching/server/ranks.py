@@ -236,30 +236,33 @@ class RankCalls:
                     runs = False
                     await answered(self._engine, all_asked, _STOP_SECONDS)
         moments = [moment for question in questions if (moment := _went_on(question)) is not None]
-        failed = [
-            question
-            for question in questions
-            if question.done() and question.exception() is not None
-        ]
         if moments and len(moments) < len(questions):
             resumed(min(moments))
-        for question in questions:
-            if not question.done():
-                question.add_done_callback(lambda late: _tell_late(late, resumed))
-                self._silence.overdue(question, self._timeout)
-        if failed:
-            await answer_in_time(
-                self._engine, failed[0], method.__name__, self._timeout, self._who
-            )  # raises
-        if not all_asked.done():
-            raise BridgeRefusal(
-                504, f"{self._who} did not answer {method.__name__} within {self._timeout:g} s"
-            )
+        await self._require_answers(questions, method.__name__, resumed)
         if runs and 0 < len(moments) < len(questions):
             await self._stop(self._timeout)
             runs = False
         answers = _placed([question.result()["answers"] for question in questions])
         return answers, min(moments, default=None), runs and bool(moments)
+
+    async def _require_answers(
+        self,
+        questions: Sequence[asyncio.Future[Any]],
+        what: str,
+        resumed: Callable[[float], None],
+    ) -> None:
+        """Raise BridgeRefusal unless every engine core has answered well."""
+        open_ones = [question for question in questions if not question.done()]
+        for question in open_ones:
+            question.add_done_callback(lambda late: _tell_late(late, resumed))
+            self._silence.overdue(question, self._timeout)
+        for question in questions:
+            if question.done() and question.exception() is not None:
+                await answer_in_time(self._engine, question, what, self._timeout, self._who)
+        if open_ones:
+            raise BridgeRefusal(
+                504, f"{self._who} did not answer {what} within {self._timeout:g} s"
+            )
 
     async def require_engine_core(self) -> None:
         """Raise UnsupportedVllm unless every engine core has what `verify_and_resume` asks of it."""
