@@ -178,15 +178,21 @@ def test_what_is_sent_arrives_at_every_server(
     trainer.cohort.close()
 
 
+@pytest.mark.parametrize("other", [None, torch.float16])
 @pytest.mark.parametrize("trained", [torch.bfloat16, torch.float32])
 def test_float16_servers_get_rounded_weights(
-    free_port: Callable[[], int], trained: torch.dtype
+    free_port: Callable[[], int], trained: torch.dtype, other: torch.dtype | None
 ) -> None:
     """A trainer never computes in float16.
 
-    What it sends has the servers' dtype on the way already.
+    What it sends has the servers' dtype on the way already, also where one parameter has another
+    dtype than the rest.
     """
     trainer = Trainer(2, torch.float16, free_port(), trained=trained)
+    name, odd = list(trainer.model.named_parameters())[2]
+    odd.data = odd.data.to(other)
+    trainer.weights[name] = odd.detach()
+    trainer.stream.rebind()
     servers = make_servers(1, 2, torch.float16, True)
     join_all(servers, trainer.port, "first", trainer.plan.lanes)
     trainer.form("first", 1)
