@@ -159,11 +159,10 @@ class HeldWeights(WeightReceiver):
 
     def lockstep_setup(self, share_storage: bool) -> Setup:
         """See the worker extension; nothing is shared, and nothing is there yet."""
-        uuid = gpu_uuid(self._lockstep_device) if self._lockstep_device.type == "cuda" else ""
         return {
             "manifest": self.manifest.to_json(),
             "handles": None,
-            "gpu_uuid": uuid,
+            "gpu_uuid": gpu_uuid(self._lockstep_device),
             "checksum": "",
         }
 

@@ -164,7 +164,7 @@ class BroadcastBridge(WeightBridge):
             require_layout(manifests, as_served(shapes, manifests[0].entries[0].torch_dtype))
 
     def packs(self, device: torch.device) -> bool:
-        own = [_uuid(device)] * self._ranks.world_size
+        own = [gpu_uuid(device)] * self._ranks.world_size
         return any(route_to(place, own) is not Route.NCCL for place in self._places)
 
     def connect(self, model: torch.nn.Module) -> None:
@@ -173,7 +173,7 @@ class BroadcastBridge(WeightBridge):
         self.params_total = len(self._shapes)
         # Here and now, so that a port that is taken ends the start, not the first update.
         self._ranks.on_main("opening the rendezvous", self._open_store)
-        own = self._ranks.gather(_uuid(self._device), "naming the GPUs")
+        own = self._ranks.gather(gpu_uuid(self._device), "naming the GPUs")
 
         def prepare() -> list[int]:
             self._updates.prepare(self._as_sent, own)
@@ -358,10 +358,6 @@ class BroadcastBridge(WeightBridge):
     def _as_sent(self, info: dict[str, Any]) -> Shapes:
         """The parameters as a server of this /bridge/info gets them: in its own dtype."""
         return as_served(self._shapes, served_dtype(info))
-
-
-def _uuid(device: torch.device) -> str:
-    return gpu_uuid(device) if device.type == "cuda" else ""
 
 
 def _lost(watch: Watch | None) -> Callable[[], str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,6 +28,7 @@ from example_trainer.weight_bridge.restart import RestartBridge
 from example_trainer.weight_bridge.server import (
     BridgeServer,
     ParameterServer,
+    configured_server,
     configured_servers,
     served_dtype,
 )
@@ -147,10 +147,7 @@ def server_at(
     """A server that joins later; nothing is asked of it. The arguments are those of make_bridge."""
     place = urlsplit(url)
     host, port = url_host(str(place.hostname)), place.port or 80
-    key, sleep = revealed(config.vllm_api_key), stop.wait if stop else time.sleep
-    return BridgeServer(
-        host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch
-    )
+    return configured_server(BridgeServer, host, port, config, stop, weight_epoch)
 
 
 def prefers_single_copy(info: dict[str, Any], ranks: int = 1) -> tuple[bool, str]:
@@ -171,16 +168,12 @@ def prefers_single_copy(info: dict[str, Any], ranks: int = 1) -> tuple[bool, str
     if served_dtype(info) is torch.float16:
         return False, "vLLM holds float16, which the trainer does not compute in"
     if info["device"] == "cpu":
-        here = os.access(info["config_path"], os.R_OK) and info["hostname"] == os.uname().nodename
-        return (
-            here,
-            "vLLM's weights are in this machine's memory"
-            if here
-            else f"vLLM runs on {info['hostname']}",
-        )
+        if os.access(info["config_path"], os.R_OK) and info["hostname"] == os.uname().nodename:
+            return True, "vLLM's weights are in this machine's memory"
+        return False, f"vLLM runs on {info['hostname']}"
     mine = {gpu_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())}
+    if set(info["gpu_uuids"]) <= mine and info["tp_degree"] == 1:
+        return True, "the trainer sees vLLM's GPU"
     if set(info["gpu_uuids"]) <= mine:
-        return True, "the trainer sees vLLM's GPU" if info[
-            "tp_degree"
-        ] == 1 else "the trainer sees all of vLLM's GPUs"
+        return True, "the trainer sees all of vLLM's GPUs"
     return False, "the trainer is on other GPUs than vLLM"

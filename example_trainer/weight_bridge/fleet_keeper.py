@@ -18,7 +18,7 @@ from example_trainer.api_keys import ServerKeys
 from example_trainer.errors import BridgeError
 from example_trainer.weight_bridge.asking import at_once
 from example_trainer.weight_bridge.fleet import Fleet, Standing
-from example_trainer.weight_bridge.fleet_report import is_bad_news, line_of, table
+from example_trainer.weight_bridge.fleet_report import line_of, table
 from example_trainer.weight_bridge.members import LOOK_SECONDS, Member
 from example_trainer.weight_bridge.server import BridgeServer
 
@@ -227,9 +227,11 @@ class FleetKeeper:
         """Say in the log what has changed, and have the table published. `lock` is held."""
         for change in self.fleet.take_changes():
             self._changed.set()
-            line = line_of(change, self.fleet)
-            if line:
-                logger.log(logging.WARNING if is_bad_news(change) else logging.INFO, "%s", line)
+            level = logging.WARNING
+            if change.now is Standing.GOOD:
+                level = logging.INFO
+            if line := line_of(change, self.fleet):
+                logger.log(level, "%s", line)
 
     def close(self) -> None:
         """Stop looking. Safe to call twice."""
@@ -281,9 +283,8 @@ class FleetKeeper:
         for url in came:
             logger.info("[Fleet] %s shall join", url)
             server = self._make(url)
-            server.weight_epoch = (
-                server.weight_epoch if self._weight_epoch is None else self._weight_epoch
-            )
+            if self._weight_epoch is not None:
+                server.weight_epoch = self._weight_epoch
             self.members[url] = Member(server)
         if came or went:
             self._changed.set()

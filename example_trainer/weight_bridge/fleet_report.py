@@ -32,11 +32,6 @@ def line_of(change: Change, fleet: Fleet) -> str:
     return ""
 
 
-def is_bad_news(change: Change) -> bool:
-    """Whether its line is a warning."""
-    return change.now is not Standing.GOOD
-
-
 def not_good(fleet: Fleet) -> str:
     """Those that are not good, each with the reason; empty if all are."""
     missing = [place for place in fleet.places.values() if place.standing is not Standing.GOOD]
@@ -77,8 +72,3 @@ def table(fleet: Fleet) -> list[dict[str, Any]]:
         }
         for place in fleet.places.values()
     ]
-
-
-def figures(fleet: Fleet) -> dict[str, int]:
-    """For the metrics of a step: `size`, and how many are good, quarantined, away and joining."""
-    return fleet.counts()

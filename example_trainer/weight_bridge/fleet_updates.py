@@ -20,7 +20,7 @@ from example_trainer.weight_bridge.cohorts import CohortError
 from example_trainer.weight_bridge.diagnosis import Evidence, Loss, Reason, diagnose
 from example_trainer.weight_bridge.fleet import Verdict
 from example_trainer.weight_bridge.fleet_keeper import FleetKeeper
-from example_trainer.weight_bridge.fleet_report import figures, given_up, waiting_line
+from example_trainer.weight_bridge.fleet_report import given_up, waiting_line
 from example_trainer.weight_bridge.groups import Groups, UpdateGroup
 from example_trainer.weight_bridge.members import Member, MemberCheck, Unfit, Watch, is_away
 from example_trainer.weight_bridge.server import Shapes
@@ -62,14 +62,15 @@ class FleetUpdates:
         self._checks: list[MemberCheck] = []
         self._groups = Groups()
         self.joins = self.mapped = 0
-        self._start(0, False)
+        self.begin_version(0, False)
 
     @property
     def patience(self) -> float:
         """Seconds for which one server may keep the others waiting."""
         return self._keeper.fleet.patience
 
-    def _start(self, version: int, everyone: bool) -> None:
+    def begin_version(self, version: int, everyone: bool) -> None:
+        """Begin an update: of all servers, or of those alone that can be brought in."""
         self._version, self._everyone, self._phase = version, everyone, ""
         self._done: dict[str, dict[str, Any]] = {}
         self._again: set[str] = set()
@@ -138,10 +139,6 @@ class FleetUpdates:
         self._keeper.start()
 
     # ---- whom it goes to ----
-
-    def begin_version(self, version: int, everyone: bool) -> None:
-        """An update begins: of all, or of those alone that can be brought in."""
-        self._start(version, everyone)
 
     def choose(self) -> list[UpdateGroup]:
         """The groups of servers that are sent to now. Waits while there are too few, and joins
@@ -432,7 +429,7 @@ class FleetUpdates:
     def report(self) -> dict[str, Any]:
         """What was done, for SyncReport."""
         with self._keeper.lock:
-            counts = figures(self._keeper.fleet)
+            counts = self._keeper.fleet.counts()
         of_all: list[dict[str, float]] = [answer["seconds"] for answer in self._done.values()]
         slowest = max(of_all, key=lambda seconds: sum(seconds.values()), default={})
         return {

@@ -333,12 +333,27 @@ def configured_servers(
         stop: ends the waits for a server.
         weight_epoch: see BridgeServer.
     """
-    key, sleep = revealed(config.vllm_api_key), stop.wait if stop else time.sleep
     return [
-        kind(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
+        configured_server(kind, host, port, config, stop, weight_epoch)
         for host, port in list(map(host_and_port, config.parameter_servers))
         or config.vllm_addresses
     ]
+
+
+def configured_server(
+    kind: Callable[..., Server],
+    host: str,
+    port: int,
+    config: TrainerConfig,
+    stop: StopSignal | None,
+    weight_epoch: int,
+) -> Server:
+    """Return the client of one server, with the deadlines and the key that the options give."""
+    sleep: Callable[[float], None] = time.sleep
+    if stop is not None:
+        sleep = stop.wait
+    key = revealed(config.vllm_api_key)
+    return kind(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
 
 
 def require_in_time(lease: Mapping[str, Any]) -> None:

@@ -414,7 +414,7 @@ def require_gpu(theirs: str, device: torch.device, rank: int) -> None:
         theirs: UUID of vLLM's GPU; empty if vLLM computes on the CPU.
         device: the trainer's.
     """
-    mine = gpu_uuid(device) if device.type == "cuda" else ""
+    mine = gpu_uuid(device)
     if theirs != mine:
         raise BridgeError(
             f"the weights of vLLM's rank {rank} are on {f'GPU {theirs}' if theirs else 'the CPU'}, and trainer rank {rank} "

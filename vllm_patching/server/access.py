@@ -251,7 +251,9 @@ def asked_of(scope: Mapping[str, Any]) -> Asked:
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         # Of a header that comes twice both values count: the result names nothing that is let in.
-        headers[name] = headers[name] + b", " + value if name in headers else value
+        if name in headers:
+            value = headers[name] + b", " + value
+        headers[name] = value
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
 
     def text(name: bytes) -> str | None:

@@ -30,4 +30,4 @@ class CallingOff:
     @property
     def reason(self) -> str:
         """Why not to wait; empty if nobody has called it off."""
-        return self._reasons[0] if self._reasons else ""
+        return next(iter(self._reasons), "")

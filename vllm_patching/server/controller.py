@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vllm_patching.compat.outputs import has_requests
@@ -138,9 +139,7 @@ class BridgeController(Bridge):
             lanes: communicators for each rank.
             route: how the weights travel in them.
         """
-        with self._calling_off.by(
-            "the trainer forms another cohort" if epoch == self.state.epoch else ""
-        ):
+        with self._call_off(epoch, "the trainer forms another cohort"):
             async with self._lock:
                 self._or_conflict(lambda: self.state.check_epoch(epoch))
                 self._require_place(members, index)
@@ -282,7 +281,7 @@ class BridgeController(Bridge):
                 more.
         """
         told = f"the trainer gave up: {reason}"
-        with self._calling_off.by(told if epoch == self.state.epoch else ""):
+        with self._call_off(epoch, told):
             async with self._lock:
                 if not self._leases.give_back(epoch, lease):
                     self._or_conflict(lambda: self.state.check_epoch(epoch))
@@ -311,6 +310,12 @@ class BridgeController(Bridge):
                 return self.status()
 
     # -- what the arrows are made of
+
+    def _call_off(self, epoch: int, reason: str) -> AbstractContextManager[None]:
+        """Break off waits in the block, for the trainer of this epoch alone."""
+        if epoch != self.state.epoch:
+            return nullcontext()
+        return self._calling_off.by(reason)
 
     async def _pause_engine(self) -> None:
         self._switch.hold_outputs(self.timeout)
@@ -341,7 +346,9 @@ class BridgeController(Bridge):
         Args:
             resumed_at: when the engine went on by itself; it may stand still again.
         """
-        begun = time.monotonic() if resumed_at is None else resumed_at
+        begun = resumed_at
+        if begun is None:
+            begun = time.monotonic()
         self._spans.switch_at(begun, Weights(self.state.next_weight_epoch, version))
         self._or_conflict(
             lambda: self.state.check_commit(epoch, version)

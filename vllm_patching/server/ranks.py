@@ -158,13 +158,11 @@ class RankCalls:
 
     def count(self, ranks: int, replicas: int = 1) -> None:
         """How many ranks there are in each replica, for messages."""
-        of_all = f" of {replicas} replicas" if replicas > 1 else ""
-        self._who = (
-            "vLLM's worker of rank 0"
-            if ranks == 1
-            else f"one of vLLM's workers of ranks 0 to {ranks - 1}"
-        )
-        self._who += of_all
+        self._who = "vLLM's worker of rank 0"
+        if ranks > 1:
+            self._who = f"one of vLLM's workers of ranks 0 to {ranks - 1}"
+        if replicas > 1:
+            self._who += f" of {replicas} replicas"
 
     async def call(
         self,

@@ -219,8 +219,9 @@ class BridgeState:
         self.target_version, self._mending = None, False
         self.failures += 1
         whole = weights_intact and not self.awaits_weights
-        self.undecided = "" if whole else undecided
-        self.phase = Phase.SERVING if whole else Phase.UNHEALTHY
+        self.undecided, self.phase = undecided, Phase.UNHEALTHY
+        if whole:
+            self.undecided, self.phase = "", Phase.SERVING
 
     def decide(self, weights_intact: bool) -> None:
         """What was undecided is known now. Arguments: see `fail`."""

@@ -51,7 +51,12 @@ class ServerTimeline:
         self._timeline.close()
 
     def _tell(self) -> None:
-        self._activity.be("halted" if self._halted else "generating" if self._in_flight else "")
+        activity = ""
+        if self._halted:
+            activity = "halted"
+        elif self._in_flight:
+            activity = "generating"
+        self._activity.be(activity)
 
 
 class PushTimeline(ServerTimeline):

@@ -147,8 +147,11 @@ class BridgeWatchdog:
         seen here.
         """
         ended = [str(writer) for writer in self._writers if writer.has_ended()]
-        which = f" (process {', '.join(ended)})" if len(self._writers) > 1 else ""
-        return f"{self._state.trainer} has ended{which}" if ended else ""
+        if not ended:
+            return ""
+        if len(self._writers) == 1:
+            return f"{self._state.trainer} has ended"
+        return f"{self._state.trainer} has ended (process {', '.join(ended)})"
 
     async def _note_first_step(self) -> None:
         if self._clock.wants_first_step:

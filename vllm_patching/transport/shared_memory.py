@@ -249,7 +249,11 @@ def reached_in_time(event: torch.cuda.Event, seconds: float) -> bool:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The GPU's UUID, the same in every process whatever CUDA_VISIBLE_DEVICES says."""
+    """The GPU's UUID, the same in every process whatever CUDA_VISIBLE_DEVICES says; empty on a
+    CPU.
+    """
+    if device.type != "cuda":
+        return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

@@ -60,7 +60,7 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
         return {
             "manifest": manifest.to_json(),
             "handles": handles,
-            "gpu_uuid": gpu_uuid(device) if device.type == "cuda" else "",
+            "gpu_uuid": gpu_uuid(device),
             "checksum": self.lockstep_check()["checksum"],
         }
 
