@@ -22,6 +22,7 @@ from example_trainer.errors import BridgeError
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.weight_bridge.cohort_world import BUCKET_BYTES, GEOMETRY
 from tests.fleet_trainer import training
+from tests.geometries import config_of
 from tests.light_servers import SOON, Devices, LightServer, Starter, bring_back, sound, until
 
 # early among the others (tests/conftest.py): they take long
@@ -166,11 +167,10 @@ def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_ag
     late_rank.py.
     """
     g = GEOMETRY
-    config = {
-        "model_type": "qwen3", "num_hidden_layers": g.num_layers, "hidden_size": g.hidden_size,
-        "intermediate_size": g.intermediate_size, "num_attention_heads": g.num_heads, "num_key_value_heads": g.num_kv_heads,
-        "head_dim": g.head_dim, "vocab_size": g.vocab_size, "tie_word_embeddings": g.tie_word_embeddings,
-    }  # fmt: skip
+    config = config_of(
+        "Qwen3", g.num_layers, g.hidden_size, g.intermediate_size, g.num_heads,
+        g.num_kv_heads, g.head_dim, g.vocab_size, tie_word_embeddings=g.tie_word_embeddings,
+    )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     options: dict[str, Any] = {"bucket": BUCKET_BYTES, "model": tmp_path, "timeout": 4.0}
     few = [
