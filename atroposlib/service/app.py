@@ -103,9 +103,9 @@ REFUSALS: dict[type[Exception], tuple[int, dict[str, str]]] = {
 
 async def refuse(_: Request, error: Exception) -> Response:
     """Answer a refusal of the layers below with its status and message."""
+    status, headers = next(REFUSALS[kind] for kind in type(error).__mro__ if kind in REFUSALS)
     if isinstance(error, InvalidRequestError):
-        return routes.refuse(422, error.errors)
+        return routes.refuse(status, error.errors)
     if isinstance(error, ReaderError | TooComplexError):
         logger.error("%s", error)
-    status, headers = next(REFUSALS[kind] for kind in type(error).__mro__ if kind in REFUSALS)
     return routes.refuse(status, str(error), headers)
