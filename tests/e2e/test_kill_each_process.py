@@ -114,9 +114,7 @@ def test_the_run_survives_the_death_of_each_process(
     processes.kill(trainer)
     at = max(steps())
     if seen:
-        mute = seen.page.get_by_role("alert").filter(
-            has_text="Nothing was heard of the trainer for "
-        )
+        mute = seen.page.get_by_role("alert").filter(has_text="The trainer has sent nothing for ")
         mute.wait_for()
         assert "scripts/start.sh --resume trainer" in mute.inner_text()
     trainer = start_trainer("--resume", "auto")
