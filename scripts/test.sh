@@ -2,7 +2,7 @@
 # Set up, then check style and types and run the tests of the default tier, in about five minutes on two cores.
 # scripts/test.sh --all runs the nightly tests too, as continuous integration does, in about fifteen.
 # Other arguments go to pytest, which then chooses from all tests: scripts/test.sh -k bridge
-# Ends with pytest's closing lines, and then the names of what failed, if anything did; status 0 only if everything passed.
+# Ends with pytest's closing lines, the check of types and the names of what failed; status 0 only if everything passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 venv=${LOCKSTEP_VENV:-$PWD/.venv}
@@ -25,21 +25,20 @@ check() {
     failed+=("$*")
   fi
 }
-if (($# == 0)); then
-  # Beside the checks, which take one core: so the tests are compiled once, and not by each worker at the same time.
-  "$venv/bin/python" -m pytest --collect-only -qq > /dev/null 2>&1 &
-  collecting=$!
-fi
 check ruff check .
 check ruff format --check .
-check mypy
-check mypy -p scripts -p studies
+# Types are checked beside the tests, most of which wait.
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+{ check mypy; check mypy -p scripts -p studies; } > "$types" 2>&1 &
+checking=$!
 if (($# > 0)); then
   "$venv/bin/python" -m pytest "$@" || failed+=("pytest $*")
 else
+  # So the tests are compiled once, and not by each worker at the same time.
+  "$venv/bin/python" -m pytest --collect-only -qq > /dev/null 2>&1
   # One more at a time than there are cores, since most tests wait for processes, and one for those that do little else; not more
   # than 9, of which each takes 2 GB. tests/conftest.py says which tests stay together, and who has which.
-  wait "$collecting"
   workers=$(($(nproc) < 7 ? $(nproc) + 2 : 9))
   # At the limit pytest is interrupted, so that it still names what failed until then.
   seconds=${LOCKSTEP_TEST_SECONDS:-4500}
@@ -49,6 +48,10 @@ else
   ((status == 124 || status == 137)) && failed+=("pytest, which had not ended after LOCKSTEP_TEST_SECONDS=$seconds")
   ((status != 0 && status != 124 && status != 137)) && failed+=("pytest")
 fi
+wait "$checking"
+cat "$types"
+mapfile -t wrong < <(sed -n 's/^test: \(.*\) \.\.\. FAILED$/\1/p' "$types")
+failed+=("${wrong[@]}")
 ((${#failed[@]} == 0)) && exit 0
 printf 'test: FAILED: %s\n' "${failed[@]}" >&2
 exit 1
