@@ -35,7 +35,7 @@ from typing import Any
 from bench.command_line import add_options
 from bench.gpu.processes import BenchError, Task, free_port
 from bench.gpu.runs import Results, run_and_report
-from bench.gpu.summary import table
+from bench.gpu.summary import result_table
 from bench.measured import put_into
 from bench.rollout_api_load import cpu_seconds, machine, ours, server
 from bench.sleeping_roles import Caller, Work, work_of
@@ -221,46 +221,22 @@ class Benchmark:
         }
 
 
+COLUMNS = {
+    "groups/s": "groups_per_second",
+    "tokens/s": "tokens_per_second",
+    "offered": "offered_tokens_per_second",
+    "of a core": "service_core_share",
+    "CPU ms a group": "service_ms_per_group",
+    "post p50 ms": "post_ms/p50",
+    "p99": "post_ms/p99",
+    "failed": "failed",
+}
+
+
 def report(data: dict[str, Any]) -> str:
-    """Format the tables of a results file."""
-    rows: list[list[object]] = []
-    saturation = data.get("saturation", {})
-    named = dict(data.get("generators", {}))
-    if "service" in saturation:
-        named["as fast as it goes"] = saturation["service"]
-    for name, found in named.items():
-        if "failed" in found:
-            rows.append([name, found["failed"], *[""] * 6])
-            continue
-        rates = [
-            found[key]
-            for key in ("groups_per_second", "tokens_per_second", "offered_tokens_per_second")
-        ]
-        posts = found["post_ms"]
-        cost = [
-            f"{found['service_core_share']:.0%}",
-            found["service_ms_per_group"],
-            posts["p50"],
-            posts["p99"],
-        ]
-        rows.append([name, *rates, *cost])
-    head = [
-        "generators (asleep)",
-        "groups/s",
-        "tokens/s",
-        "offered",
-        "of a core",
-        "CPU ms a group",
-        "post p50 ms",
-        "p99",
-    ]
-    lines = [table(head, rows)]
-    drain = saturation.get("drain", {})
-    if "groups_per_second" in drain:
-        lines.append(
-            f"drained alone: {drain['groups_per_second']} groups/s, {drain['tokens_per_second']} tokens/s"
-        )
-    return "\n".join(lines)
+    """Format the table of a results file."""
+    rows = {**data.get("generators", {}), **data.get("saturation", {})}
+    return "\n".join(result_table(rows, COLUMNS, "generators (asleep)"))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -105,22 +105,10 @@ class Cost(Sitting):
         ):  # the first one compiles what the engines have left until now
             for name, load in LOADS.items():
                 for mode, engine in ready.items():
-                    ask = partial(
-                        engine.ask,
-                        "generate",
-                        timeout=ASK_SECONDS,
-                        vocab=vocab,
-                        seed=1000 * attempt,
-                        **load,
-                    )
+                    options = {**load, "vocab": vocab, "seed": 1000 * attempt}
                     if attempt == 0:
-                        ask = partial(
-                            engine.ask,
-                            "generate",
-                            timeout=ASK_SECONDS,
-                            vocab=vocab,
-                            **{**load, "new_tokens": 4},
-                        )
+                        options["new_tokens"] = 4
+                    ask = partial(engine.ask, "generate", timeout=ASK_SECONDS, **options)
                     self.results.measure("rollout", mode, name, f"round {attempt}", run=ask)
         for name, tokens in PROFILED.items():
             for mode, engine in ready.items():

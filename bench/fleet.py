@@ -44,10 +44,9 @@ from bench.gpu.runs import (
     figures,
     run_and_report,
     shrink_if_tiny,
-    spreads,
 )
 from bench.gpu.shapes import model_bytes, write_model_folder
-from bench.gpu.summary import table
+from bench.gpu.summary import result_table, updates_of
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.vllm_server import VllmServer
 
@@ -376,80 +375,62 @@ def times_one(found: dict[str, Any], condition: str = "idle") -> dict[str, float
     return {number: round(median / medians["1"], 2) for number, median in medians.items()}
 
 
+CLIENT_COLUMNS = {
+    "longest gap between two tokens at a client, per update: median ms": (
+        "largest_gap_per_update_ms/median"
+    ),
+    "p90": "largest_gap_per_update_ms/p90",
+    "max": "largest_gap_per_update_ms/max",
+    "usual gap ms": "usual_gap_ms/median",
+    "the trainer waits: median ms": "whole_update_ms/median",
+    "max ": "whole_update_ms/max",
+    "halted ms": "halted_ms/median",
+    "to the first step ms": "stalled_ms/median",
+    "tokens computed anew": "computed_anew/tokens",
+    "ms for them": "computed_anew/ms/median",
+    "updates": "updates",
+}
+SERVER_COLUMNS = {
+    "the trainer waits: median ms": "whole_update_ms/median",
+    "p90": "whole_update_ms/p90",
+    "max": "whole_update_ms/max",
+    "halted ms": "halted_ms/median",
+    "gap at a client ms": "largest_gap_per_update_ms/median",
+    "times one server": "times_one",
+    "updates": "updates",
+}
+
+
 def report(data: dict[str, Any]) -> str:
-    """The tables of a results file; what a client sees comes first."""
-    rows: list[list[object]] = []
+    """Format the tables of a results file; the figures of a client come first."""
     sides = {
         f"{name}, {way}": row
         for name, part in data.get("clients", {}).items()
         for way, row in part.items()
         if way != "trainer"
     }
-    sides |= {"vLLM's engine": data["vllm_engine"]} if "vllm_engine" in data else {}
-    for side, part in sides.items():
-        for condition in [key for key in part if key == "idle" or key.startswith("load_")]:
-            found = part[condition]
-            if "updates" in found:
-                waits = (
-                    "largest_gap_per_update_ms median p90 max",
-                    "usual_gap_ms",
-                    "whole_update_ms median max",
-                )
-                anew = found.get("computed_anew", {})
-                cells = [
-                    *spreads(found, *waits, "halted_ms", "stalled_ms"),
-                    anew.get("tokens"),
-                    *spreads(anew, "ms"),
-                ]
-                rows.append([f"{side}, {condition}", *cells, found["updates"]])
-    head = [
-        "",
-        "longest gap between two tokens at a client, per update: median ms",
-        "p90",
-        "max",
-        "usual gap ms",
-    ]
-    head += [
-        "the trainer waits: median ms",
-        "max",
-        "halted ms",
-        "to the first step ms",
-        "tokens computed anew",
-        "ms for them",
-    ]
-    head += ["updates"]
-    lines = [table(head, rows)] if rows else []
-    rows = []
+    if "vllm_engine" in data:
+        sides["vLLM's engine"] = data["vllm_engine"]
+    lines = result_table(updates_of(sides), CLIENT_COLUMNS)
+    servers: dict[str, Any] = {}
     for shape, by_transfer in data.get("servers", {}).items():
-        for transfer in [key for key in by_transfer if key != "trainer"]:
-            for number, row in by_transfer[transfer].items():
-                for condition in [key for key in row if key == "idle" or key.startswith("load_")]:
-                    found, ratio = (
-                        row[condition],
-                        times_one(by_transfer[transfer], condition).get(number),
-                    )
-                    if "updates" in found:
-                        waits = (
-                            "whole_update_ms median p90 max",
-                            "halted_ms",
-                            "largest_gap_per_update_ms",
-                        )
-                        side = f"{shape}, {transfer}, {number} servers, {condition}"
-                        rows.append([side, *spreads(found, *waits), ratio, found["updates"]])
-    head = [
-        "servers",
-        "the trainer waits: median ms",
-        "p90",
-        "max",
-        "halted ms",
-        "gap at a client ms",
-        "times one server",
-    ]
-    lines += [table([*head, "updates"], rows)] if rows else []
-    lines += [
-        f"load of the machine before and after: {data.get('load_before')}, {data.get('load_after')}"
-    ]
-    return "\n".join(lines)
+        for transfer, by_number in by_transfer.items():
+            if transfer != "trainer":
+                servers |= _rows_of_servers(f"{shape}, {transfer}", by_number)
+    lines += result_table(servers, SERVER_COLUMNS, "servers")
+    loads = (data.get("load_before"), data.get("load_after"))
+    return "\n".join([*lines, "load of the machine before and after: {}, {}".format(*loads)])
+
+
+def _rows_of_servers(title: str, by_number: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the results of updates, each with its ratio to that of one server."""
+    sides = {f"{title}, {number} servers": part for number, part in by_number.items()}
+    rows = {}
+    for label, row in updates_of(sides).items():
+        side, condition = label.rsplit(", ", 1)
+        number = side.rsplit(", ", 1)[1].split()[0]
+        rows[label] = {**row, "times_one": times_one(by_number, condition).get(number)}
+    return rows
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -28,9 +28,8 @@ from bench.gpu.runs import (
     command_line,
     run_and_report,
     shrink_if_tiny,
-    spreads,
 )
-from bench.gpu.summary import spread_by_phase, spread_ms, table
+from bench.gpu.summary import phases_line, result_table, spread_by_phase, spread_ms
 
 
 class Benchmark(LoadedSitting):
@@ -111,36 +110,30 @@ def swap_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+COLUMNS = {
+    "swaps": "swaps",
+    "swap: median ms": "swap_ms/median",
+    "p90": "swap_ms/p90",
+    "max": "swap_ms/max",
+    "request to served ms": "request_to_served_ms/median",
+    "first token after ms": "first_token_after_swap_ms/median",
+    "usual gap ms": "usual_gap_ms/median",
+    "gap at a swap ms": "largest_gap_per_update_ms/median",
+}
+
+
 def report(data: dict[str, Any]) -> str:
-    """The tables of a results file."""
-    lines = []
-    rows = []
-    for name in [key for key in data if key == "idle" or key.startswith("load_")]:
-        row = data[name]
-        usual = data.get("first_token_without_swaps" + ("" if name == "idle" else f", {name}"), {})
-        if "swap_ms" in row:
-            waits = spreads(
-                row, "swap_ms median p90 max", "request_to_served_ms", "first_token_after_swap_ms"
-            )
-            gaps = spreads(row, "usual_gap_ms", "largest_gap_per_update_ms")
-            rows.append([name, row["swaps"], *waits, usual.get("median"), *gaps])
-            for side in ("phases_ms", "server_ms"):
-                lines.append(
-                    f"{name}, {side}: "
-                    + ", ".join(f"{k} {v['median']:.2f}" for k, v in row[side].items())
-                )
-    head = [
-        "",
-        "swaps",
-        "swap: median ms",
-        "p90",
-        "max",
-        "request to served ms",
-        "first token after ms",
-    ]
-    return "\n".join(
-        [table([*head, "usual first token ms", "usual gap ms", "gap at a swap ms"], rows), *lines]
-    )
+    """Format the tables of a results file."""
+    rows = {name: row for name, row in data.items() if isinstance(row, dict) and "swap_ms" in row}
+    usual = {
+        name: row for name, row in data.items() if name.startswith("first_token_without_swaps")
+    }
+    lines = result_table(rows, COLUMNS)
+    lines += result_table(usual, {"median ms": "median", "p90": "p90", "max": "max"})
+    for name, row in rows.items():
+        lines += phases_line(name, row["phases_ms"])
+        lines += phases_line(f"{name}, server", row["server_ms"])
+    return "\n".join(lines)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

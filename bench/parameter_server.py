@@ -38,7 +38,7 @@ from bench.gpu.light_fleet import LightFleet
 from bench.gpu.processes import BenchError, Child, free_port, tail, wait_all
 from bench.gpu.runs import ASK_SECONDS, TRAINER_TIMEOUT, Sitting, command_line, run_and_report
 from bench.gpu.shapes import write_model_folder
-from bench.gpu.summary import table
+from bench.gpu.summary import result_table
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.training_stack import answers
 from bench.measured import put_into
@@ -219,32 +219,20 @@ def read_in_place(log: Path, servers: int) -> int:
     return int(told[-1]) if told else 0
 
 
+COLUMNS = {
+    "push ms": "push_ms",
+    "pull ms": "pull_ms",
+    "push GB/s": "push_gb_per_second",
+    "pull GB/s": "pull_gb_per_second",
+    "delivered GB/s": "delivered_gb_per_second",
+    "updates": "updates",
+    "failed": "failed",
+}
+
+
 def report(data: dict[str, Any]) -> str:
-    """The table of a results file."""
-    keys = (
-        "push_ms",
-        "pull_ms",
-        "push_gb_per_second",
-        "pull_gb_per_second",
-        "delivered_gb_per_second",
-        "updates",
-    )
-    rows = [
-        [number, *(found.get(key, found.get("failed", "")) for key in keys)]
-        for number, found in data.get("servers", {}).items()
-    ]
-    return table(
-        [
-            "vLLM servers",
-            "push ms",
-            "pull ms",
-            "push GB/s",
-            "pull GB/s",
-            "delivered GB/s",
-            "updates",
-        ],
-        rows,
-    )
+    """Format the table of a results file."""
+    return "\n".join(result_table(data.get("servers", {}), COLUMNS, "vLLM servers"))
 
 
 def main(arguments: list[str] | None = None) -> int:

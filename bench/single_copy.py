@@ -33,10 +33,9 @@ from bench.gpu.runs import (
     figures,
     run_and_report,
     shrink_if_tiny,
-    spreads,
 )
 from bench.gpu.shapes import model_bytes, write_model_folder
-from bench.gpu.summary import spread_ms, table
+from bench.gpu.summary import phases_line, result_table, spread_ms
 
 ONE_COPY_SHARE = 0.05
 """Largest share of the model's bytes that joining may add to the GPU's memory; a second copy would
@@ -178,6 +177,24 @@ def pause_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+COLUMNS = {
+    "updates": "updates",
+    "the trainer waits: median ms": "whole_update_ms/median",
+    "max": "whole_update_ms/max",
+    "gap at an update: median ms": "largest_gap_per_update_ms/median",
+    "max ": "largest_gap_per_update_ms/max",
+    "usual gap ms": "usual_gap_ms/median",
+    "pause beyond the write: median ms": "pause_beyond_write_ms/median",
+    "p90": "pause_beyond_write_ms/p90",
+    "max  ": "pause_beyond_write_ms/max",
+    "to the first step: median ms": "stalled_beyond_write_ms/median",
+    "max   ": "stalled_beyond_write_ms/max",
+    "halted ms": "halted_ms/median",
+    "write ms": "write_ms/median",
+    "optimizer step ms": "optimizer_step_ms/median",
+}
+
+
 def report(data: dict[str, Any]) -> str:
     """The tables of a results file."""
     lines = []
@@ -196,49 +213,18 @@ def report(data: dict[str, Any]) -> str:
             f"logprob served: {read['before']:.3f}, {read['zeroed']:.3f} once the trainer has zeroed the last norm "
             f"(-log of the vocabulary: {read['expected_when_zeroed']:.3f}), {read['restored']:.3f} once it has put it back"
         )
-    rows = []
-    for name, row in data.items():
-        if isinstance(row, dict) and "pause_beyond_write_ms" in row:
-            waits = (
-                "whole_update_ms median max",
-                "largest_gap_per_update_ms median max",
-                "usual_gap_ms",
-            )
-            waits += ("pause_beyond_write_ms median p90 max", "stalled_beyond_write_ms median max")
-            rows.append(
-                [
-                    name,
-                    row["updates"],
-                    *spreads(row, *waits, "halted_ms", "write_ms", "optimizer_step_ms"),
-                ]
-            )
-    head = [
-        "",
-        "updates",
-        "the trainer waits: median ms",
-        "max",
-        "gap at an update: median ms",
-        "max",
-        "usual gap ms",
-    ]
-    head += [
-        "pause beyond the write: median ms",
-        "p90",
-        "max",
-        "to the first step: median ms",
-        "max",
-    ]
-    head += ["halted ms", "write ms", "optimizer step ms"]
-    lines += [table(head, rows)] if rows else []
+    lines += result_table(
+        {
+            name: row
+            for name, row in data.items()
+            if isinstance(row, dict) and "pause_beyond_write_ms" in row
+        },
+        COLUMNS,
+    )
     for name in ("idle", "optimizer, idle"):
-        phases = data.get(name, {}).get("phases_ms", {})
-        server = data.get(name, {}).get("server_ms", {})
-        for side, part in (("trainer", phases), ("server", server)):
-            if part:
-                lines.append(
-                    f"{name}, {side}: "
-                    + ", ".join(f"{key} {row['median']:.2f}" for key, row in part.items())
-                )
+        part = data.get(name, {})
+        lines += phases_line(f"{name}, trainer", part.get("phases_ms", {}))
+        lines += phases_line(f"{name}, server", part.get("server_ms", {}))
     return "\n".join(lines)
 
 

@@ -37,11 +37,17 @@ from bench.gpu.runs import (
     figures,
     run_and_report,
     shrink_if_tiny,
-    spreads,
     tokens_per_second,
 )
 from bench.gpu.shapes import model_bytes, write_model_folder
-from bench.gpu.summary import alternate, find_halts, summary_of_pairs, table
+from bench.gpu.summary import (
+    alternate,
+    find_halts,
+    phases_line,
+    result_table,
+    summary_of_pairs,
+    updates_of,
+)
 from bench.gpu.vllm_server import VllmServer
 
 PARTS = ("ceiling", "bridge", "engine", "throughput")
@@ -235,129 +241,68 @@ class Benchmark(LoadedSitting):
         }
 
 
+UPDATE_COLUMNS = {
+    "updates": "updates",
+    "the trainer waits: median ms": "whole_update_ms/median",
+    "max": "whole_update_ms/max",
+    "gap at an update: median ms": "largest_gap_per_update_ms/median",
+    "max ": "largest_gap_per_update_ms/max",
+    "usual gap ms": "usual_gap_ms/median",
+    "halted: median ms": "halted_ms/median",
+    "max  ": "halted_ms/max",
+    "to the first step ms": "stalled_ms/median",
+    "first byte to verified: median ms": "first_byte_to_verified_ms/median",
+    "p90": "first_byte_to_verified_ms/p90",
+    "max   ": "first_byte_to_verified_ms/max",
+    "GB/s": "gb_per_s",
+    "the bytes alone: ms": "phases_ms/transfer/median",
+}
+THROUGHPUT_COLUMNS = {
+    "pairs": "pairs",
+    "tokens/s without": "tokens_per_s_without_updates",
+    "with updates": "tokens_per_s",
+    "ratio": "ratio",
+    "of single pairs": "ratios",
+    "usual gap ms": "usual_gap_ms/median",
+    "gap at an update ms": "largest_gap_per_update_ms/median",
+}
+
+
 def report(data: dict[str, Any]) -> str:
-    """The tables of a results file."""
-    ceiling_found = data.get("ceiling") or {}
-    broadcast, coalesced = (
-        ceiling_found.get("broadcast_gb_per_s"),
-        ceiling_found.get("model_gb_per_s"),
-    )
+    """Format the tables of a results file."""
+    ceilings = data.get("ceiling") or {}
     lines = [
         f"{data.get('shape')}, {data.get('model_bytes', 0) / 1e9:.2f} GB, vLLM on {data.get('tensor_parallel_size')} rank(s)"
     ]
-    for name, row in (ceiling_found.get("patterns") or {}).items():
-        lines.append(
-            f"  {ceiling_found['backend']} {name}: {row['gb_per_s']} GB/s, {row['ms']['median']:.2f} ms"
-        )
-    rows = []
+    for name, row in (ceilings.get("patterns") or {}).items():
+        rate = f"{row['gb_per_s']} GB/s, {row['ms']['median']:.2f} ms"
+        lines.append(f"  {ceilings['backend']} {name}: {rate}")
     sides = {f"bridge, {name}": part for name, part in data.get("bridge", {}).items()}
-    sides |= {"vLLM's engine": data["vllm_engine"]} if "vllm_engine" in data else {}
+    if "vllm_engine" in data:
+        sides["vLLM's engine"] = data["vllm_engine"]
+    lines += result_table(updates_of(sides), UPDATE_COLUMNS)
     for side, part in sides.items():
-        for condition in [key for key in part if key == "idle" or key.startswith("load_")]:
-            found = part[condition]
-            if "updates" not in found:
-                continue
-            speed = found["gb_per_s"]
-            transfer = found.get("phases_ms", {}).get("transfer", {}).get("median")
-            waits = (
-                "whole_update_ms median max",
-                "largest_gap_per_update_ms median max",
-                "usual_gap_ms",
-            )
-            waits += (
-                "halted_ms median max",
-                "stalled_ms",
-                "first_byte_to_verified_ms median p90 max",
-            )
-            rates = [
-                round(100 * speed / rate, 1) if rate else None for rate in (broadcast, coalesced)
-            ]
-            alone = (
-                round(100 * data["model_bytes"] / transfer / 1e6 / broadcast, 1)
-                if transfer and broadcast
-                else None
-            )
-            rows.append(
-                [
-                    f"{side}, {condition}",
-                    found["updates"],
-                    *spreads(found, *waits),
-                    speed,
-                    *rates,
-                    transfer,
-                    alone,
-                ]
-            )
-    head = [
-        "",
-        "updates",
-        "the trainer waits: median ms",
-        "max",
-        "gap at an update: median ms",
-        "max",
-        "usual gap ms",
-    ]
-    head += [
-        "halted: median ms",
-        "max",
-        "to the first step ms",
-        "first byte to verified: median ms",
-        "p90",
-        "max",
-        "GB/s",
-    ]
-    head += ["% of broadcast", "% of coalesced", "the bytes alone: ms", "% of broadcast, alone"]
-    lines += [table(head, rows)] if rows else []
-    for side, part in sides.items():
-        phases = part.get("idle", {}).get("phases_ms", {})
-        server = part.get("idle", {}).get("server_ms", {})
-        if phases:
-            lines.append(
-                f"{side}, idle, median ms by phase: "
-                + _phases(phases)
-                + ("; server: " + _phases(server) if server else "")
-            )
-        check = part.get("check", {})
-        if "mean_logprob_difference_to_new_weights" in check:
-            lines.append(
-                f"  logprobs differ by {check['mean_logprob_difference_to_new_weights']:.3f} from the new weights' and "
-                f"{check['mean_logprob_difference_to_old_weights']:.3f} from the old ones'; checksums equal: "
-                f"{check.get('checksums_equal', 'not known')}"
-            )
-        connect: dict[str, Any] = next(
-            (row for key, row in part.items() if key.startswith("connect")), {}
-        )
-        if "params_mapped" in connect:
-            lines.append(
-                f"  mapped {connect['params_mapped']}/{connect['params_total']} parameters"
-            )
+        lines += _details(side, part)
     steady = data.get("throughput", {})
-    if steady:
-        cells = []
-        for name, row in steady.items():
-            ratios = sorted(ratio for ratio in row.get("ratios", []) if ratio is not None)
-            spread = f"{ratios[0]} to {ratios[-1]}" if ratios else None
-            gaps = spreads(row, "usual_gap_ms", "largest_gap_per_update_ms")
-            rates = [row.get(key) for key in ("tokens_per_s_without_updates", "tokens_per_s")]
-            ratio = None if row.get("ratio") is None else f"{row['ratio']:.3f}"
-            cells.append([name, row.get("pairs"), *rates, ratio, spread, *gaps])
-        head = [
-            "generation",
-            "pairs",
-            "tokens/s without",
-            "with updates",
-            "ratio",
-            "of single pairs",
-            "usual gap ms",
-        ]
-        lines.append(table([*head, "gap at an update ms"], cells))
-    return "\n".join(lines)
+    return "\n".join([*lines, *result_table(steady, THROUGHPUT_COLUMNS, "generation")])
 
 
-def _phases(phases: dict[str, dict[str, float]]) -> str:
-    return ", ".join(
-        f"{name} {row['median']:.2f}" for name, row in phases.items() if "median" in row
-    )
+def _details(side: str, part: dict[str, Any]) -> list[str]:
+    """Return the lines on one side's phases, check and mapping."""
+    idle, check = part.get("idle", {}), part.get("check", {})
+    lines = phases_line(f"{side}, idle", idle.get("phases_ms", {}))
+    lines += phases_line(f"{side}, idle, server", idle.get("server_ms", {}))
+    if "mean_logprob_difference_to_new_weights" in check:
+        lines.append(
+            f"  logprobs differ by {check['mean_logprob_difference_to_new_weights']:.3f} from the new weights' and "
+            f"{check['mean_logprob_difference_to_old_weights']:.3f} from the old ones'; checksums equal: "
+            f"{check.get('checksums_equal', 'not known')}"
+        )
+    for name, row in part.items():
+        if name.startswith("connect") and "params_mapped" in row:
+            lines.append(f"  mapped {row['params_mapped']}/{row['params_total']} parameters")
+            break
+    return lines
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

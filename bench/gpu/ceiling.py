@@ -29,6 +29,7 @@ import torch.distributed as dist
 from bench.gpu.processes import BenchError, Child, free_port
 from bench.gpu.shapes import SHAPES, shard_shapes
 from bench.gpu.summary import gigabytes_per_second, spread_ms
+from example_trainer.launcher import roles
 
 WARMUP = 5
 
@@ -54,37 +55,13 @@ def measure(
     Raises:
         BenchError: a process failed or took too long; the message ends with its log.
     """
-    port = free_port()
     result_file = output / "ceiling.json"
     result_file.unlink(missing_ok=True)
-    children = []
-    for rank, gpu in enumerate(gpus):
-        command = [
-            sys.executable,
-            "-u",
-            "-m",
-            "bench.gpu.ceiling",
-            "--rank",
-            str(rank),
-            "--world",
-            str(len(gpus)),
-        ]
-        command += [
-            "--port",
-            str(port),
-            "--shape",
-            shape,
-            "--repeats",
-            str(repeats),
-            "--gibibyte",
-            str(gibibyte),
-        ]
-        command += ["--device", "cpu" if gpu == "cpu" else "cuda", "--result", str(result_file)]
-        command += ["--pairs"] if pairs else []
-        environment = {} if gpu == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu}
-        children.append(
-            Child(f"ceiling rank {rank}", command, output / f"ceiling-{rank}.log", environment)
-        )
+    common = roles.flags(
+        world=len(gpus), port=free_port(), shape=shape, repeats=repeats, gibibyte=gibibyte,
+        result=result_file, pairs=pairs,
+    )  # fmt: skip
+    children = [_started(rank, gpu, common, output) for rank, gpu in enumerate(gpus)]
     deadline = time.monotonic() + seconds
     try:
         for child in children:
@@ -103,6 +80,16 @@ def measure(
         for child in children:
             child.stop()
     return _read(result_file)
+
+
+def _started(rank: int, gpu: str, common: Sequence[str], output: Path) -> Child:
+    """Start one rank on a GPU, or on the CPU."""
+    device, environment = "cuda", {"CUDA_VISIBLE_DEVICES": gpu}
+    if gpu == "cpu":
+        device, environment = "cpu", {}
+    command = [sys.executable, "-u", "-m", "bench.gpu.ceiling", *common]
+    command += ["--rank", str(rank), "--device", device]
+    return Child(f"ceiling rank {rank}", command, output / f"ceiling-{rank}.log", environment)
 
 
 def _read(path: Path) -> dict[str, Any]:

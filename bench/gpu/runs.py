@@ -360,13 +360,3 @@ def tokens_per_second(server: VllmServer, work: Callable[[], Any]) -> tuple[floa
     work()
     after, ended = server.generated_tokens(), time.monotonic()
     return (after - before) / (ended - started), ended - started
-
-
-def spreads(result: dict[str, Any], *wanted: str) -> list[float | None]:
-    """Figures out of a result, None for what it does not have: of each `KEY` the median, of
-    `KEY max p90` those.
-    """
-    found = []
-    for key, *which in map(str.split, wanted):
-        found += [result.get(key, {}).get(what) for what in which or ["median"]]
-    return found

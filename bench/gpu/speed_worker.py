@@ -193,29 +193,49 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
             "peak_bytes": meter.peak,
         }
         if case.bins and not case.arithmetic.startswith("plain"):
-            optimizer.step()
-            optimizer.write_weights()
-            meter.reset()
-
-            def whole_step() -> list[float]:
-                return [
-                    timer(lambda: gradient(bins)),
-                    timer(optimizer.step),
-                    timer(optimizer.write_weights),
-                ]
-
-            best = min((whole_step() for _ in range(max(1, case.repeats // 2))), key=sum)
-            found["step"] = rates(g, bins[0], case.work, sum(best), case.bins, case.ranks) | {
-                "bins": case.bins,
-                "optimizer_seconds": round(best[1], 5),
-                "write_weights_seconds": round(best[2], 5),
-                "peak_bytes": meter.peak,
-            }
-            if case.saved_steps:
-                found["checkpoint"] = saving(
-                    case.saved_steps, model, optimizer, config, lambda: sum(whole_step())
-                )
+            stepper = Stepper(case, model, optimizer, config, bins, timer)
+            found |= stepper.measure(g, meter)
     return found
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """Whole steps of a case: the gradient of its bins, the optimizer, and writing the weights."""
+
+    case: Case
+    model: Decoder
+    optimizer: MasterAdamW
+    config: TrainerConfig
+    bins: list[PackedBin]
+    timer: Timer
+
+    def step(self) -> list[float]:
+        """Take a step. Return the seconds of its three parts."""
+        return [
+            self.timer(lambda: gradient_of(self.model, self.optimizer, self.bins, self.config)),
+            self.timer(self.optimizer.step),
+            self.timer(self.optimizer.write_weights),
+        ]
+
+    def measure(self, geometry: Geometry, meter: Meter) -> dict[str, Any]:
+        """Return the figures of the fastest step, and of a checkpoint if the case has one."""
+        case = self.case
+        self.optimizer.step()
+        self.optimizer.write_weights()
+        meter.reset()
+        best = min((self.step() for _ in range(max(1, case.repeats // 2))), key=sum)
+        step = rates(geometry, self.bins[0], case.work, sum(best), case.bins, case.ranks) | {
+            "bins": case.bins,
+            "optimizer_seconds": round(best[1], 5),
+            "write_weights_seconds": round(best[2], 5),
+            "peak_bytes": meter.peak,
+        }
+        if not case.saved_steps:
+            return {"step": step}
+        checkpoint = saving(
+            case.saved_steps, self.model, self.optimizer, self.config, lambda: sum(self.step())
+        )
+        return {"step": step, "checkpoint": checkpoint}
 
 
 def saving(

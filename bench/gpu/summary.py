@@ -174,8 +174,55 @@ def summary_of_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
+def value_at(row: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a path of keys, separated by `/`; None if there is none."""
+    value: Any = row
+    for key in path.split("/"):
+        value = value.get(key)
+        if value is None:
+            return None
+    return value
+
+
+def result_table(
+    rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str], corner: str = ""
+) -> list[str]:
+    """Return a table of results, as one text; nothing if there are no rows.
+
+    Args:
+        rows: label -> result.
+        columns: heading -> path in each result.
+        corner: heading of the labels.
+    """
+    cells = [
+        [label, *(value_at(row, path) for path in columns.values())] for label, row in rows.items()
+    ]
+    if not cells:
+        return []
+    return [table([corner, *(heading.strip() for heading in columns)], cells)]
+
+
+def updates_of(sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the results of updates, idle and under load, of each side: `SIDE, CONDITION` -> result."""
+    return {
+        f"{side}, {condition}": row
+        for side, part in sides.items()
+        for condition, row in part.items()
+        if isinstance(row, Mapping) and "updates" in row
+    }
+
+
+def phases_line(title: str, phases: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return one line with the medians of phases; nothing if there are none."""
+    medians = [f"{key} {row['median']:.2f}" for key, row in phases.items() if "median" in row]
+    if not medians:
+        return []
+    return [f"{title}, median ms by phase: {', '.join(medians)}"]
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Plain text: the first column to the left, the others to the right; floats with one decimal.
+    """Plain text: the first column to the left, the others to the right; floats with one decimal,
+    or two below 10.
 
     Raises:
         ValueError: a row has another number of cells than the header.
@@ -197,7 +244,11 @@ def _cell(value: object) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    if abs(value) < 10:
+        return f"{value:.2f}"
+    return f"{value:.1f}"
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -34,12 +34,32 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
-def main(settings: dict[str, Any], rows: Path) -> None:
-    """Train, and append a row for each step; the keys are those of our metrics.jsonl."""
+def make_tokenizer(model: str) -> Any:
+    """Load the tokenizer with a chat template that TRL can parse."""
+    from transformers import AutoTokenizer
+    from trl.chat_template_utils import qwen3_chat_template
+
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer.chat_template = qwen3_chat_template
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def make_dataset(questions: Path) -> Any:
+    """Make TRL's dataset of the questions."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl.chat_template_utils import qwen3_chat_template
+
+    lines = [line for line in questions.read_text(encoding="utf-8").splitlines() if line.strip()]
+    prompts = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
+    # A fingerprint is given, because from_dict pickles to make one, which fails for some versions
+    # of Python and pyarrow.
+    return Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="questions")
+
+
+def main(settings: dict[str, Any], rows: Path) -> None:
+    """Train, and append a row for each step; the keys are those of our metrics.jsonl."""
+    from transformers import TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
     class Timed(AsyncGRPOTrainer):  # type: ignore[misc]
@@ -92,25 +112,13 @@ def main(settings: dict[str, Any], rows: Path) -> None:
     for name in ("trl", "trl.experimental.async_grpo.async_grpo_trainer"):
         logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger("trl").addHandler(drops)
-    tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
-    tokenizer.chat_template = qwen3_chat_template  # it reads answers by the templates that it knows
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    lines = Path(settings["questions"]).read_text(encoding="utf-8").splitlines()
-    prompts = [
-        [{"role": "user", "content": json.loads(line)["question"]}]
-        for line in lines
-        if line.strip()
-    ]
-    # With a fingerprint of its own: from_dict makes one by pickling, which fails for some versions
-    # of Python and pyarrow.
-    dataset = Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="questions")
     config = AsyncGRPOConfig(
         output_dir=settings["folder"], bf16=True, gradient_checkpointing=False, logging_steps=1, report_to=[],
         save_strategy="no", per_device_train_batch_size=1, **settings["config"],
     )  # fmt: skip
     trainer = Timed(
-        model=settings["model"], processing_class=tokenizer, reward_funcs=length_reward, args=config,
-        train_dataset=dataset, callbacks=[Rows()],
+        model=settings["model"], processing_class=make_tokenizer(settings["model"]), reward_funcs=length_reward, args=config,
+        train_dataset=make_dataset(Path(settings["questions"])), callbacks=[Rows()],
     )  # fmt: skip
     trainer.start_row()
     trainer.train()

@@ -80,7 +80,7 @@ def test_updates_that_nobody_saw_are_counted() -> None:
 
 def test_table_lines_up_and_refuses_short_rows() -> None:
     text = table(["what", "ms"], [["direct", 1.25], ["overlapped", None], ["equal", True]])
-    assert text.splitlines()[2:] == ["direct      1.2", "overlapped    -", "equal       yes"]
+    assert text.splitlines()[2:] == ["direct      1.25", "overlapped     -", "equal        yes"]
     with pytest.raises(ValueError, match="1 cells for 2 headers"):
         table(["a", "b"], [["x"]])
 
