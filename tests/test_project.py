@@ -86,8 +86,6 @@ LONG_FUNCTIONS = {
     "atroposlib": 0,
     "example_trainer": 21,
     "vllm_patching": 6,
-    "bench": 7,
-    "studies": 1,
     "tests": 38,
 }
 COMPLEX_FUNCTIONS = {

@@ -24,6 +24,9 @@ class DropCounter(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.dropped = 0
+        for name in ("trl", "trl.experimental.async_grpo.async_grpo_trainer"):
+            logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger("trl").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.dropped += "dropping stale sample" in record.getMessage()
@@ -74,9 +77,8 @@ def main(settings: dict[str, Any], rows: Path) -> None:
         def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
             began = time.monotonic()
             answer = super().get_batch_samples(*arguments, **options)
-            self.row["seconds_pack"] += (
-                time.monotonic() - began
-            )  # what of it was waiting is taken off in the end
+            # The wait within it is taken off at the end of the step.
+            self.row["seconds_pack"] += time.monotonic() - began
             return answer
 
         def compute_loss(
@@ -96,9 +98,8 @@ def main(settings: dict[str, Any], rows: Path) -> None:
     class Rows(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             row, whole = trainer.row, time.monotonic() - trainer.began
-            row["seconds_wait"] = (
-                trainer._rollout_dataset.wait_s
-            )  # TRL's own count, which it clears after this
+            # TRL's own count, which it clears after this.
+            row["seconds_wait"] = trainer._rollout_dataset.wait_s
             row["seconds_pack"] -= row["seconds_wait"]
             row |= {
                 "seconds_train": whole - sum(row[name] for name in PHASES),
@@ -109,9 +110,6 @@ def main(settings: dict[str, Any], rows: Path) -> None:
             trainer.start_row()
 
     drops = DropCounter()
-    for name in ("trl", "trl.experimental.async_grpo.async_grpo_trainer"):
-        logging.getLogger(name).setLevel(logging.INFO)
-    logging.getLogger("trl").addHandler(drops)
     config = AsyncGRPOConfig(
         output_dir=settings["folder"], bf16=True, gradient_checkpointing=False, logging_steps=1, report_to=[],
         save_strategy="no", per_device_train_batch_size=1, **settings["config"],

@@ -196,6 +196,16 @@ def solved_by_steps(
     return {steps: round(sum(found) / len(found), 4) for steps, found in by_steps.items() if found}
 
 
+def optimizers_of(model: Qwen3ForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the layers, and AdamW for all other parameters."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=plan.matrix_rate, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=plan.other_rate, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+
+
 def train(
     plan: Plan,
     tokenizer: PreTrainedTokenizerFast,
@@ -204,16 +214,9 @@ def train(
     seconds: float,
     log: Any,
 ) -> Qwen3ForCausalLM:
-    """Show it solutions until it solves the share that is wanted, or for as many steps or seconds
-    as there may be.
-    """
+    """Train on solutions until the plan's share is solved, or its steps or the seconds are over."""
     model = new_model(tokenizer, plan.seed, plan.shape).to(device)
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=plan.matrix_rate, momentum=0.95, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=plan.other_rate, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
+    optimizers = optimizers_of(model, plan)
     peaks = [plan.matrix_rate, plan.other_rate]
     loader = iter(
         DataLoader(
