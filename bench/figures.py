@@ -59,9 +59,13 @@ def rewritten(text: str, book: Book, named: Mapping[str, Callable[[Book], str]] 
 
     def put(match: re.Match[str]) -> str:
         what = match["what"]
-        found = named[what](book) if what in named else _value(what, book)
-        found = f"\n{found}\n" if "\n" in found else found
-        return f"<!--= {what} -->{found}<!--/-->"
+        if what in named:
+            text = named[what](book)
+        else:
+            text = _value(what, book)
+        if "\n" in text:
+            text = f"\n{text}\n"
+        return f"<!--= {what} -->{text}<!--/-->"
 
     result = MARKED.sub(put, text)
     left = MARKED.sub("", text)
@@ -126,7 +130,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         print(problem)
     if problems:
         print("\nRun `python bench/figures.py` to take figures over from bench/results/.")
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ if __name__ == "__main__" and sys.path[0] != str(ROOT):
 
 import argparse
 import asyncio
-import json
 import math
 import random
 import time
@@ -40,6 +39,7 @@ from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import SHAPES, write_model_folder
 from bench.gpu.summary import table
 from bench.gpu.vllm_server import READY_SECONDS, VllmServer
+from bench.measured import read_json
 
 GROUP = 8
 REQUEST_SECONDS = 300.0
@@ -154,7 +154,7 @@ class Load:
             name = _name(process)
             processes[name] = processes.get(name, 0.0) + _processor_seconds(process)
         # A version of vLLM that the clocks do not fit is measured without them.
-        clock = json.loads(self._clock.read_text(encoding="utf-8")) if self._clock.exists() else {}
+        clock = read_json(self._clock)
         return {
             "at": time.monotonic(),
             "tokens": self._server.generated_tokens(),
@@ -165,7 +165,11 @@ class Load:
 
 def _name(process: psutil.Process) -> str:
     title = " ".join(process.cmdline())
-    return "engine core" if "EngineCore" in title else "worker" if "Worker" in title else "others"
+    if "EngineCore" in title:
+        return "engine core"
+    if "Worker" in title:
+        return "worker"
+    return "others"
 
 
 def _processor_seconds(process: psutil.Process) -> float:
@@ -197,7 +201,7 @@ class Benchmark(Sitting):
         )
         self._server(
             "vllm-apart",
-            [APART] if APART in args.ways else [],
+            [way for way in args.ways if way == APART],
             ("--distributed-executor-backend", "mp"),
         )
         if ALONE in args.ways:

@@ -28,7 +28,9 @@ def commit() -> str:
         return told
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        if _git("status", "--porcelain", "--untracked-files=no"):
+            head += "+"
+        return head
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
@@ -40,11 +42,19 @@ def measured() -> dict[str, str]:
     return {"commit": commit(), "date": _minutes(datetime.now(UTC)), "run": _minutes(_BEGAN)}
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; an empty one if there is no file."""
+    if not path.exists():
+        return {}
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return data
+
+
 def put_into(path: Path, key: str, value: dict[str, Any]) -> None:
     """Put what one script found into a results file that several share, in place of what it had
     under that key.
     """
-    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    data = read_json(path)
     path.write_text(json.dumps(data | {key: value}, indent=1), encoding="utf-8")
 
 

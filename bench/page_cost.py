@@ -248,6 +248,13 @@ def grown(
     )
 
 
+def yes(good: bool) -> str:
+    """Return a verdict's word."""
+    if good:
+        return "yes"
+    return "no"
+
+
 def said(share: dict[str, float]) -> str:
     """A share with its interval, in words."""
     return f"{share['mean']:+.1%} ({share['low']:+.1%} to {share['high']:+.1%})"
@@ -278,13 +285,10 @@ def compare(rounds: int, groups: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
     verdict = {}
     for what, share in slower.items():
-        verdict[f"ten pages cost at most 5 % of {what}"] = (
-            "yes"
-            if share["high"] <= MOST_SLOWER
-            else "no"
-            if share["low"] > MOST_SLOWER
-            else "not decided"
-        )
+        decided = share["high"] <= MOST_SLOWER or share["low"] > MOST_SLOWER
+        verdict[f"ten pages cost at most 5 % of {what}"] = "not decided"
+        if decided:
+            verdict[f"ten pages cost at most 5 % of {what}"] = yes(share["high"] <= MOST_SLOWER)
         print(f"{what:10} {said(share)}")
     return {
         "rounds": rounds, "groups": groups, "clients": CLIENTS, "steps": steps, "groups_before": WARM_GROUPS, "runs": runs,
@@ -306,9 +310,7 @@ def memory_of_service(loads: int, groups: int, steps: int) -> dict[str, Any]:
         if half > 1
         else 0.0
     )
-    verdict = {
-        f"grows by at most {MOST_GROWTH_MIB:g} MiB": "yes" if growth <= MOST_GROWTH_MIB else "no"
-    }
+    verdict = {f"grows by at most {MOST_GROWTH_MIB:g} MiB": yes(growth <= MOST_GROWTH_MIB)}
     return {
         "loads": loads,
         "groups": groups,
@@ -426,16 +428,13 @@ def opening(steps: int, rollouts: int) -> dict[str, Any]:
         seconds = keep(full, 400)
         full.close()
     slowest = max([*many.values(), overview, weights], key=lambda row: row["first"])["first"]
+    small = all(
+        row["peak_mib"] - few[name]["peak_mib"] <= MOST_GROWTH_MIB for name, row in many.items()
+    )
     verdict = {
-        f"everything opens within {MOST_SECONDS:g} s": "yes" if slowest <= MOST_SECONDS else "no",
-        "memory is that of a small archive": "yes"
-        if all(
-            row["peak_mib"] - few[name]["peak_mib"] <= MOST_GROWTH_MIB for name, row in many.items()
-        )
-        else "no",
-        "within the bytes that are kept by default": "yes"
-        if size["counted_bytes"] <= MAX_BYTES
-        else "no",
+        f"everything opens within {MOST_SECONDS:g} s": yes(slowest <= MOST_SECONDS),
+        "memory is that of a small archive": yes(small),
+        "within the bytes that are kept by default": yes(size["counted_bytes"] <= MAX_BYTES),
     }
     keeping = {
         "empty_ms_per_group": kept["processor_ms_per_group"],

@@ -38,7 +38,7 @@ from typing import Any
 
 from bench.command_line import add_options
 from bench.gpu.processes import free_port
-from bench.measured import measured
+from bench.measured import measured, read_json
 from bench.public_server import PUBLIC, public_python
 from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.launcher import roles
@@ -292,7 +292,7 @@ def main() -> None:
     add_options(parser, OPTIONS)
     arguments = parser.parse_args()
     (ROOT / "runs").mkdir(exist_ok=True)
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    results = read_json(arguments.out)
     described = machine()
     if arguments.memory_groups:
         results["memory"] = {
@@ -305,7 +305,9 @@ def main() -> None:
         return
     else:
         runs = compare(arguments.rounds, arguments.clients)
-        name = "load" if arguments.clients == 16 else f"load, {arguments.clients} clients"
+        name = "load"
+        if arguments.clients != 16:
+            name = f"load, {arguments.clients} clients"
         results[name] = {
             "machine": described,
             "measured": measured(),
@@ -316,9 +318,7 @@ def main() -> None:
         }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-    print(
-        f"written to {arguments.out.relative_to(ROOT) if arguments.out.is_relative_to(ROOT) else arguments.out}"
-    )
+    print(f"written to {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,9 @@ def command(run: str, environment: str, steps: int, output: Path, model: Path) -
         seed,
     ]
     words += ["--steps", str(steps), "--output", str(output), "--model", str(model)]
-    return [*words, "--lr", "0"] if "flat" in how else words
+    if "flat" in how:
+        words += ["--lr", "0"]
+    return words
 
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -245,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{row['processor_seconds']:.0f} s of processor time, load {row['load']['mean']:.1f}",
             flush=True,
         )
-    return 1 if failures else 0
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import tempfile
@@ -36,6 +37,13 @@ NO_MULTICAST = {
 """NVLink multicast stays off for every child, unless the environment says otherwise."""
 
 
+def device_variables(on_cpu: bool, gpus: str) -> dict[str, str]:
+    """Return the environment variables of a process on some GPUs, or on the CPU."""
+    if on_cpu:
+        return {"OMP_NUM_THREADS": "1"}
+    return {"CUDA_VISIBLE_DEVICES": gpus}
+
+
 class BenchError(RuntimeError):
     """A measurement could not be made.
 
@@ -58,8 +66,10 @@ def free_port() -> int:
 def among_visible(gpus: str) -> str:
     """GPU numbers, separated by commas, counted among those that this program may use itself."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    mine = visible.split(",") if visible else []
-    return ",".join(mine[int(gpu)] if mine else gpu for gpu in gpus.split(","))
+    if not visible:
+        return gpus
+    mine = visible.split(",")
+    return ",".join(mine[int(gpu)] for gpu in gpus.split(","))
 
 
 def crossed_gpus(ranks: int) -> list[str]:
@@ -191,7 +201,7 @@ class Task(Child):
         self._asked, self._words = files[0], json.dumps(asked)
         if not held:
             self.begin(seconds)
-        log = output / ("".join(c if c.isalnum() or c in ".-" else "_" for c in name) + ".log")
+        log = output / (re.sub(r"[^\w.-]", "_", name) + ".log")
         super().__init__(
             name,
             [*module_command(module, ranks), *map(str, files)],

@@ -18,7 +18,7 @@ import httpx
 
 from bench.gpu import engine_clock
 from bench.gpu.machine import describe
-from bench.gpu.processes import BenchError, Worker, ended_by_sigterm, wait_all
+from bench.gpu.processes import BenchError, Worker, device_variables, ended_by_sigterm, wait_all
 from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import find_halts, gigabytes_per_second, spread_by_phase, spread_ms
 from bench.gpu.trainer import trainer_arguments
@@ -105,7 +105,7 @@ def run_and_report(
             print(report(benchmark.results.data))
     for failure in benchmark.results.failures:
         print(f"FAILED  {failure}")
-    return 1 if benchmark.results.failures else 0
+    return int(bool(benchmark.results.failures))
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -116,17 +116,19 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     moved = statistics.median(row["bytes_moved"] for row in rows)
     halted = [row["server"]["halted"] for row in rows]
     stalled = [row["server"]["stalled"] for row in rows if "stalled" in row["server"]]
-    return {
+    found = {
         "updates": len(rows),
         "bytes_moved": moved,
         "first_byte_to_verified_ms": spread_ms(first_byte),
         "gb_per_s": gigabytes_per_second(moved, statistics.median(first_byte)),
         "halted_ms": spread_ms(halted),
-        **({"stalled_ms": spread_ms(stalled)} if stalled else {}),
         "whole_update_ms": spread_ms([row["end"] - row["start"] for row in rows]),
         "phases_ms": spread_by_phase([row["seconds"] for row in rows]),
         "server_ms": spread_by_phase([row["server"] for row in rows]),
     }
+    if stalled:
+        found["stalled_ms"] = spread_ms(stalled)
+    return found
 
 
 def command_line(doc: str, shape: str = "", name: str = "") -> argparse.ArgumentParser:
@@ -241,13 +243,8 @@ class Sitting:
         """Start a module that is told what to do; `gpus` empty: where it sees those that this
         program sees.
         """
-        environment |= (
-            {"OMP_NUM_THREADS": "1"}
-            if not self.on_gpu
-            else {"CUDA_VISIBLE_DEVICES": gpus}
-            if gpus
-            else {}
-        )
+        if gpus or not self.on_gpu:
+            environment |= device_variables(not self.on_gpu, gpus)
         log = self.args.output / f"{name.replace(' ', '-')}.log"
         worker = Worker(name, module, arguments, log, environment, ranks)
         self.stack.callback(worker.stop)
@@ -319,8 +316,11 @@ class LoadedSitting(Sitting):
         """
         args = self.args
         interval = args.interval * (2 if concurrency > 64 else 1)
-        options = {"count": args.updates, **({"interval": interval} if command == "sync" else {})}
-        options |= {"loaded": True} if first_steps else {}
+        options: dict[str, Any] = {"count": args.updates}
+        if command == "sync":
+            options["interval"] = interval
+        if first_steps:
+            options["loaded"] = True
         with self.loaded(server, concurrency, args.ramp) as seen:
             rows = trainer.ask(command, timeout=ASK_SECONDS, **options)
             time.sleep(min(1.0, args.ramp))

@@ -23,6 +23,7 @@ from bench.gpu.processes import answer_once
 from bench.gpu.shapes import PEAK_FLOPS
 from bench.gpu.synthetic import (
     Work,
+    dtype_on,
     geometry_of,
     gradient_of,
     joined_group,
@@ -157,7 +158,7 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
 
         enable_settings()
     g = geometry_of(case.shape, max(4096, case.length))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_on(device)
     config = TrainerConfig(
         model_name=case.shape, seq_len=case.length, gradient_checkpointing=case.checkpointing
     )

@@ -18,7 +18,7 @@ import torch
 
 from bench.gpu.processes import Answers, free_port
 from bench.gpu.shapes import SHAPES
-from bench.gpu.trainer import BenchTrainer, parse, set_up
+from bench.gpu.trainer import BenchTrainer, parse, scaled, set_up
 from example_trainer.models.decoder import Decoder
 from example_trainer.parallel.environment import place_of
 from example_trainer.parallel.fsdp import sharded_decoder
@@ -54,7 +54,7 @@ class SpreadTrainer(BenchTrainer):
                 noise = torch.randn(
                     rows.shape, generator=generator, device=self.device, dtype=self.dtype
                 )
-                weights[name] = noise.mul_(0.05).add_(1.0) if "norm" in name else noise.mul_(std)
+                weights[name] = scaled(name, noise, std)
             self.sets.append(weights)
         self.write(0)
         mine = sum(rows.nbytes for rows in self._local().values())

@@ -13,7 +13,7 @@ import torch
 from bench.gpu.processes import Answers, serve
 from bench.gpu.shapes import SHAPES
 from bench.gpu.speed_worker import Timer
-from bench.gpu.synthetic import geometry_of, gradient_of, random_batch, random_weights
+from bench.gpu.synthetic import dtype_on, geometry_of, gradient_of, random_batch, random_weights
 from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
@@ -40,7 +40,7 @@ class StepWorker:
     def load(self, seed: int = 0) -> dict[str, Any]:
         """Make the model; the same weights for the same seed in both modes."""
         geometry = geometry_of(self.shape)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        dtype = dtype_on(self.device)
         make = deterministic_decoder if self.mode == "ours" else Decoder
         self.model = make(geometry, dtype, self.device)
         random_weights(self.model, seed=seed)

@@ -33,6 +33,13 @@ def geometry_of(shape: str, positions: int = 4096) -> Geometry:
 
 
 @torch.no_grad()
+def dtype_on(device: torch.device) -> torch.dtype:
+    """Return the type of weights on a device: bfloat16 on a GPU, float32 on a CPU."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.float32
+
+
 def random_weights(model: nn.Module, shards: Shards | None = None, seed: int = 0) -> None:
     """Fill a model in place: matrices with small noise, norms with ones.
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bench.gpu.processes import Answers, free_port, serve
 from bench.gpu.shapes import SHAPES
+from bench.gpu.synthetic import dtype_on
 from bench.gpu.vllm_server import NUMBERS
 from example_trainer.models.decoder import Decoder
 from example_trainer.weight_bridge.base import WeightBridge
@@ -43,6 +44,13 @@ def trainer_arguments(shape: str, port: int, device: str, timeout: float) -> lis
     return ["--shape", shape, "--port", str(port), "--device", device, "--timeout", str(timeout)]
 
 
+def scaled(name: str, noise: Tensor, std: float) -> Tensor:
+    """Scale noise in place to the weights of a parameter: those of a norm are about 1."""
+    if "norm" in name:
+        return noise.mul_(0.05).add_(1.0)
+    return noise.mul_(std)
+
+
 class BenchTrainer:
     """What the parent can ask for; every public method is a command and returns something that JSON
     can hold.
@@ -61,7 +69,7 @@ class BenchTrainer:
         self.shape, self.port, self.timeout = shape, port, timeout
         self.device = torch.device(device)
         self.url = f"http://localhost:{port}"
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.dtype = dtype_on(self.device)
         self.model: Decoder | None = None
         self.sets: list[dict[str, Tensor]] = []
         self.spare = False
@@ -97,7 +105,7 @@ class BenchTrainer:
                 noise = torch.randn(
                     parameter.shape, generator=generator, device=self.device, dtype=self.dtype
                 )
-                weights[name] = noise.mul_(0.05).add_(1.0) if "norm" in name else noise.mul_(std)
+                weights[name] = scaled(name, noise, std)
             self.sets.append(weights)
         self.write(0)
         self.spare = spare

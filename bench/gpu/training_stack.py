@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from bench.gpu.processes import BenchError, Child, free_port, tail, wait_all
+from bench.gpu.processes import BenchError, Child, device_variables, free_port, tail, wait_all
 from example_trainer.launcher import roles
 
 Row = dict[str, Any]
@@ -48,7 +48,7 @@ class TrainingStack:
             "MASTER_PORT": str(self._rendezvous),
             **environment,
         }
-        variables |= {"OMP_NUM_THREADS": "1"} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}
+        variables |= device_variables(self.on_cpu, gpus)
         log = self.output / f"{self.name.replace(' ', '_')}-{what}.log"
         child = Child(what, command, log, variables)
         self.stack.callback(child.stop)
@@ -114,7 +114,9 @@ def answers(url: str) -> bool:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a JSON lines file; none if it is not there."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
