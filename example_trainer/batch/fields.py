@@ -75,6 +75,24 @@ def token_rows(
     }
 
 
+def at_positions(
+    rows_of: Mapping[str, Sequence[npt.NDArray[Any]]],
+    i: int,
+    length: int,
+    positions: npt.NDArray[np.int64],
+) -> dict[str, npt.NDArray[Any] | None]:
+    """Return the numbers of sequence `i` that `token_rows` read, at its trained tokens.
+
+    Args:
+        length: tokens of the sequence.
+        positions: [n] which of them are trained.
+
+    Raises:
+        GroupError: see at_trained.
+    """
+    return {name: at_trained(name, rows[i], i, length, positions) for name, rows in rows_of.items()}
+
+
 def at_trained(
     name: str, row: npt.NDArray[Any], i: int, length: int, positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[Any]:

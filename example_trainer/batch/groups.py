@@ -279,7 +279,7 @@ class _GroupReader:
         params = fields.per_sequence(group, "sampling_params", count)
         reasons = fields.words(group, "finish_reasons", count)
         successes = fields.truths(group, "successes", count)
-        sequences, shaped, masked, unusable, narrowed, no_logprobs = [], [], [], [], set[str](), 0
+        sequences, shaped, unusable, narrowed = [], [], [], set[str]()
         for i, row in enumerate(tokens):
             self._check_tokens(row, masks[i], i)
             sampled = np.flatnonzero(masks[i] != NOT_TRAINED).astype(np.int64)
@@ -290,10 +290,7 @@ class _GroupReader:
                 unusable.append(f"sequence {i} of group {number}: {problem}")
             sampling = sampling_of(params[i], i, len(sampled), self.rules.sampling)
             narrowed.update(sampling.narrowed)
-            trained: dict[str, npt.NDArray[Any] | None] = {
-                name: fields.at_trained(name, rows_of[i], i, len(row), positions)
-                for name, rows_of in rows.items()
-            }
+            trained = fields.at_positions(rows, i, len(row), positions)
             trained["versions"] = by_token
             trained["temperatures"] = sampling.last_temperatures(len(positions))
             if self.rules.teacher:
@@ -312,18 +309,17 @@ class _GroupReader:
                 sampled=len(sampled),
             )
             self._require_reference(sequence)
-            if "rollout_logprobs" in rows:
-                no_logprobs += int(np.isnan(sequence["rollout_logprobs"]).sum())
             sequences.append(sequence)
             shaped.append(scores[i] + self._penalty(sequence, sampling, own is not None))
-            masked.append(self._is_masked(sequence))
         # Only now: of a group that is not valid, what it says is passed over.
         self.batch.unusable_spans += unusable
         self.batch.narrowed |= narrowed
-        self.batch.no_logprobs += no_logprobs
+        if "rollout_logprobs" in rows:
+            missing = (np.isnan(sequence["rollout_logprobs"]).sum() for sequence in sequences)
+            self.batch.no_logprobs += int(sum(missing))
         self.batch.unpenalised += self.rules.lengths.penalises and own is not None
-        read = _Group(sequences, shaped, own, zeroed, masked)
-        return self._without_long(read)
+        masked = list(map(self._is_masked, sequences))
+        return self._without_long(_Group(sequences, shaped, own, zeroed, masked))
 
     @property
     def _unread(self) -> tuple[str, ...]:

@@ -153,11 +153,8 @@ def pack_batch(
     Returns:
         For each minibatch, the bins of each rank: as many for each; those without work are empty.
     """
-    rollouts = [
-        _Rollout.of(sequence, temperature)
-        for sequence in batch.sequences
-        if len(sequence.positions)
-    ]
+    trained = (sequence for sequence in batch.sequences if len(sequence.positions))
+    rollouts = [_Rollout.of(sequence, temperature) for sequence in trained]
     if not rollouts:
         return [[[] for _ in range(ranks)]]
     sequences = len(batch.sequences) / min(minibatches, len(batch.sequences))
@@ -165,20 +162,15 @@ def pack_batch(
     for members in divide(
         [(rollout.sequence.order[0], rollout.digest) for rollout in rollouts], minibatches
     ):
-        chosen = [rollouts[i] for i in members]
-        lengths = [len(rollout.sequence.positions) for rollout in chosen]
+        lengths = [len(rollouts[i].sequence.positions) for i in members]
         weights = token_weights(lengths, normalisation, max_tokens, sequences)
         chosen = [
-            replace(rollout, weight=weight) for rollout, weight in zip(chosen, weights, strict=True)
+            replace(rollouts[i], weight=weight) for i, weight in zip(members, weights, strict=True)
         ]
         if not forward_zero_advantages:
             chosen = _that_teach(chosen)
-        if share_prefixes:
-            bins = _bins_of_groups(chosen, tokens_per_bin, ranks)
-        else:
-            units = [_Unit((rollout,), separate([rollout.tokens])) for rollout in chosen]
-            bins = _fill(units, tokens_per_bin, ranks)
-        packed.append(_shares(bins, ranks))
+        make_bins = _bins_of_groups if share_prefixes else _bins_of_rollouts
+        packed.append(_shares(make_bins(chosen, tokens_per_bin, ranks), ranks))
     return packed
 
 
@@ -223,6 +215,12 @@ def _that_teach(rollouts: Sequence[_Rollout]) -> list[_Rollout]:
             key=lambda rollout: (len(rollout.tokens), rollout.digest, rollout.sequence.order),
         )
     ]
+
+
+def _bins_of_rollouts(rollouts: Sequence[_Rollout], tokens_per_bin: int, ranks: int) -> list[_Bin]:
+    """Bins in which nothing is shared."""
+    units = [_Unit((rollout,), separate([rollout.tokens])) for rollout in rollouts]
+    return _fill(units, tokens_per_bin, ranks)
 
 
 def _bins_of_groups(rollouts: Sequence[_Rollout], tokens_per_bin: int, ranks: int) -> list[_Bin]:

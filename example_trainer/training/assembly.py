@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from example_trainer.algorithm.objective import Objective
 from example_trainer.api_keys import revealed
 from example_trainer.batch.client import RolloutClient
 from example_trainer.batch.evaluations import EvaluationFeed
@@ -37,7 +39,6 @@ from example_trainer.training.resume import Start, agreed_start
 from example_trainer.training.runs import SavedStep, mark_run
 from example_trainer.training.step import make_objective
 from example_trainer.training.trainer import Trainer
-from example_trainer.training.weight_epoch import with_given_epoch
 from example_trainer.weight_bridge.base import WeightBridge
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs, require_fitting_logprobs
@@ -57,11 +58,7 @@ def make_trainer(
     Args:
         stack: closes the parts.
     """
-    torch.manual_seed(config.seed)
-    if config.optimizer == "adamw-8bit":
-        quantisation()  # a missing package ends the trainer before anything is loaded
-    objective = make_objective(config)
-    pin_settings(config)
+    objective = begin_process(config)
     device = choose_device(config)
     ranks = stack.enter_context(join_ranks(config.rank_timeout, device))
     refuse_ranks(config, ranks)
@@ -110,6 +107,16 @@ def make_trainer(
         timeline=observers.timeline,
         tokens=observers.tokens,
     )
+
+
+def begin_process(config: TrainerConfig) -> Objective:
+    """Seed and pin the process, and try the imports that options name; return what is minimised."""
+    torch.manual_seed(config.seed)
+    if config.optimizer == "adamw-8bit":
+        quantisation()  # a missing package ends the trainer before anything is loaded
+    objective = make_objective(config)
+    pin_settings(config)
+    return objective
 
 
 class Observers:
@@ -250,7 +257,14 @@ def choose_start(config: TrainerConfig, stop: StopSignal, ranks: Ranks) -> Start
     if start.saved and start.saved.step >= config.training_steps:
         finish_earlier_run(config, start.saved, stop, ranks)
         return None
-    return with_given_epoch(start, config, stop, ranks)
+
+    def ask() -> int:
+        with service_client(config, stop) as client:
+            return client.weight_epoch(start.run.epoch, start.run.name)
+
+    # The service gives it, so that clocks need not agree. No server has weights of this trainer yet.
+    epoch = ranks.on_main("asking for a weight epoch", ask, config.service_timeout + ranks.timeout)
+    return replace(start, run=start.run.with_epoch(epoch))
 
 
 def finish_earlier_run(
@@ -265,9 +279,13 @@ def finish_earlier_run(
         saved.run, saved.run.model or "an unnamed model", saved.step, config.training_steps, saved.path,
     )  # fmt: skip
     if ranks.is_main and saved.batch and saved.batch.uuid is not None:
-        with contextlib.closing(
-            RolloutClient(
-                config.atropos_url, stop, revealed(config.atropos_api_key), config.service_timeout
-            )
-        ) as client:
+        with service_client(config, stop) as client:
             client.end_run(saved.batch.uuid)
+
+
+def service_client(
+    config: TrainerConfig, stop: StopSignal
+) -> contextlib.AbstractContextManager[RolloutClient]:
+    """Connect to the rollout service for one call."""
+    key = revealed(config.atropos_api_key)
+    return contextlib.closing(RolloutClient(config.atropos_url, stop, key, config.service_timeout))

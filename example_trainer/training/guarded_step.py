@@ -79,31 +79,9 @@ def guarded_step(
     gradients = BatchGradients(
         model, optimizer, minibatches, config, objective, stop, reference, parity, report
     )
-    reports: list[StepReport] = []
     before = optimizer.updates
     try:
-        for number in range(gradients.updates):
-            try:
-                reports.append(_update(optimizer, gradients, number, ranks))
-            except (NonFiniteError, OutOfMemoryError, StopRequested) as error:
-                if not number or not optimizer.sound:
-                    raise
-                if ranks.world_size > 1 and isinstance(
-                    error, OutOfMemoryError
-                ):  # FSDP2 stands in the middle of a layer
-                    raise OutOfMemoryError(
-                        f"{error}; this was update {number + 1} of {gradients.updates} of its batch, and those before are "
-                        "kept, but several ranks cannot go on from here: start again with --resume auto"
-                    ) from error
-                if isinstance(error, StopRequested):
-                    logger.warning(
-                        "Step %d: updates %d to %d of its batch are left out, what it learned in those before stays: %s",
-                        optimizer.steps + 1, number + 1, gradients.updates, error,
-                    )  # fmt: skip
-                else:
-                    skipped.cut_short(error, optimizer.steps + 1, number + 1, gradients.updates)
-                break
-            gradients.updated()
+        reports = _take_updates(optimizer, gradients, ranks, skipped)
     finally:
         if optimizer.sound and optimizer.updates > before:
             # whatever was raised: there is a name for what the masters are now
@@ -114,6 +92,35 @@ def guarded_step(
         "updates": len(reports),
         "updates_skipped": gradients.updates - len(reports),
     }
+
+
+def _take_updates(
+    optimizer: MasterAdamW, gradients: BatchGradients, ranks: Ranks, skipped: SkippedBatches
+) -> list[StepReport]:
+    """The reports of the updates that were taken: all, or those before one that failed."""
+    reports: list[StepReport] = []
+    for number in range(gradients.updates):
+        try:
+            reports.append(_update(optimizer, gradients, number, ranks))
+        except (NonFiniteError, OutOfMemoryError, StopRequested) as error:
+            if not number or not optimizer.sound:
+                raise
+            if ranks.world_size > 1 and isinstance(error, OutOfMemoryError):
+                # FSDP2 stands in the middle of a layer.
+                raise OutOfMemoryError(
+                    f"{error}; this was update {number + 1} of {gradients.updates} of its batch, and those before are "
+                    "kept, but several ranks cannot go on from here: start again with --resume auto"
+                ) from error
+            if isinstance(error, StopRequested):
+                logger.warning(
+                    "Step %d: updates %d to %d of its batch are left out, what it learned in those before stays: %s",
+                    optimizer.steps + 1, number + 1, gradients.updates, error,
+                )  # fmt: skip
+            else:
+                skipped.cut_short(error, optimizer.steps + 1, number + 1, gradients.updates)
+            break
+        gradients.updated()
+    return reports
 
 
 def _update(
