@@ -61,7 +61,7 @@ def test_a_regime_is_summed_up_without_its_first_steps() -> None:
             }
         }
     )
-    assert re.search(r"turns +2.0 +50 +50% +25% +90% +2.0 +2 +0.15 to 0.95", table)
+    assert re.search(r"turns +2.00 +50 +50% +25% +90% +2.00 +2 +0.15 to 0.95", table)
     assert "a reason" in table
 
 
