@@ -106,19 +106,16 @@ class BroadcastBridge(WeightBridge):
         """
         self._ranks = ranks or Ranks()
         given = [servers] if isinstance(servers, BridgeServer) else list(servers)
-        first = (
-            given[0] if given else _required(make_server)("http://localhost:1")
-        )  # for its deadlines alone
+        # The first server, or any address, gives the deadlines.
+        first = next(iter(given), None) or _required(make_server)("http://localhost:1")
         members = {server.url: Member(server) for server in given}
         make = make_server or (lambda url: _same_kind(first, url))
-        fleet = Fleet(
-            members,
-            min(least, len(members)) if make_server is None else least,
-            patience,
-            time.monotonic(),
-        )
-        # On the other ranks neither is ever asked anything.
-        self._keeper = FleetKeeper(fleet, members, make, board if self._ranks.is_main else None)
+        if make_server is None:
+            least = min(least, len(members))
+        fleet = Fleet(members, least, patience, time.monotonic())
+        if not self._ranks.is_main:  # the other ranks call no server
+            board = None
+        self._keeper = FleetKeeper(fleet, members, make, board)
         self._updates = FleetUpdates(
             self._keeper, transfer, first.timeout, first.startup_timeout, first.sleep, hosts
         )
@@ -129,7 +126,6 @@ class BroadcastBridge(WeightBridge):
         self._meeting_seconds = min(first.timeout, 2 * patience)
         self._manifests: dict[str, tuple[Manifest, ...]] = {}
         self._places: list[dict[str, Any]] = []
-        self._dtype: torch.dtype | None = None
         self._model: torch.nn.Module | None = None
         self._shapes: Shapes = {}
         self._device = torch.device("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -77,26 +78,9 @@ def make_bridge(
             config.push_every, config.training_steps, config.oldest_rollouts,
         )  # fmt: skip
     servers = configured_servers(BridgeServer, config, stop, weight_epoch)
-    single = config.single_copy
-    several = ranks is not None and ranks.world_size > 1
-    if several and not single and not config.use_shared_memory:
-        logger.info(
-            "[Bridge] Broadcast: the trainer has several ranks (--single-copy attaches each to one of vLLM's)"
-        )
-    elif not single and not config.use_shared_memory:
-        info = servers[0].wait_for_info()
-        single, why = (
-            prefers_single_copy(info)
-            if len(servers) == 1
-            else (False, f"there are {len(servers)} vLLM servers")
-        )
-        if single and config.several_updates:
-            single, why = (
-                False,
-                "a batch is for several updates, and vLLM must not sample between them",
-            )
-        logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
-    if single:
+    if config.single_copy or (
+        not config.use_shared_memory and _chooses_single_copy(config, servers, ranks)
+    ):
         return SingleCopyBridge(servers[0], ranks, config.colocate, device)
     keys = ServerKeys(
         bool(revealed(config.vllm_api_key)),
@@ -114,6 +98,28 @@ def make_bridge(
         if has_service
         else None,
     )
+
+
+def _chooses_single_copy(
+    config: TrainerConfig, servers: Sequence[BridgeServer], ranks: Ranks | None
+) -> bool:
+    """Choose between single copy and broadcast where the options do not, and log the reason."""
+    if ranks is not None and ranks.world_size > 1:
+        logger.info(
+            "[Bridge] Broadcast: the trainer has several ranks (--single-copy attaches each to one of vLLM's)"
+        )
+        return False
+    single, why = False, f"there are {len(servers)} vLLM servers"
+    info = servers[0].wait_for_info()
+    if len(servers) == 1:
+        single, why = prefers_single_copy(info)
+    if single and config.several_updates:
+        single, why = False, "a batch is for several updates, and vLLM must not sample between them"
+    mode = "Broadcast"
+    if single:
+        mode = "Single copy"
+    logger.info("[Bridge] %s: %s", mode, why)
+    return single
 
 
 def _checkpoint_bridge(config: TrainerConfig, stop: StopSignal, weight_epoch: int) -> WeightBridge:

@@ -75,6 +75,11 @@ class BridgeServer(WeightServer):
 
     role = "trainer"
     """What this process is to the server, for messages."""
+    start_command = (
+        "`VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model …`"
+    )
+    instead = ", or train with --weight-bridge-mode none"
+    """The remedies for a server that is not there."""
     _lease: str | None = None
     _instance: str | None = None
 
@@ -85,13 +90,7 @@ class BridgeServer(WeightServer):
             BridgeError: it is not there after the deadline, or it is there and does not share its
                 weights.
         """
-        start = (
-            "`VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model …`"
-        )
-        return self._info(start, ", or train with --weight-bridge-mode none")
-
-    def _info(self, start: str, instead: str) -> dict[str, Any]:
-        info = self.wait_for("/bridge/info", "the bridge", start, instead)
+        info = self.wait_for("/bridge/info", "the bridge", self.start_command, self.instead)
         self._instance = info["instance"]
         return info
 
@@ -313,11 +312,8 @@ class ParameterServer(BridgeServer):
 
     what = "parameter server"
     options = "--parameter-servers"
-
-    def wait_for_info(self) -> dict[str, Any]:
-        """See BridgeServer.wait_for_info."""
-        start = "`python -m example_trainer.parameter_server --model-name … --vllm-servers …`"
-        return self._info(start, ", or train with --weight-bridge-mode shared_vllm")
+    start_command = "`python -m example_trainer.parameter_server --model-name … --vllm-servers …`"
+    instead = ", or train with --weight-bridge-mode shared_vllm"
 
 
 def configured_servers(
