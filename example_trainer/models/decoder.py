@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from example_trainer.errors import ModelError
-from example_trainer.models.gradients import GradientSums, Total, summed
+from example_trainer.models.gradients import Sums, Total, summed
 from example_trainer.models.head import chosen_logprobs_of, default_chunk
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
@@ -41,7 +41,7 @@ class Arithmetic:
 
     def __init__(self, ops: Operations) -> None:
         self.ops = ops
-        self.sums: GradientSums | None = None
+        self.sums: Sums | None = None
 
     def total(self, parameter: Tensor | None, as_head_of_tied: bool = False) -> Total | None:
         """Where a parameter's gradient is summed; None: autograd's own way."""
@@ -324,6 +324,12 @@ class Decoder(nn.Module):
         )
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model computes in. The parameters' too, unless they are float32
+        masters (see Shards)."""
+        return self.rotary.dtype
+
+    @property
     def output_weight(self) -> Tensor:
         """[vocab, hidden]: the matrix that turns hidden states into logits; the embedding itself
         when they are tied. A split model has this rank's rows of it."""
@@ -337,7 +343,7 @@ class Decoder(nn.Module):
             packing: where each span lies, and what it continues.
 
         Returns:
-            [tokens, hidden] in the parameters' dtype. Each predicts the token that comes after it
+            [tokens, hidden] in the model's dtype. Each predicts the token that comes after it
             in its sequence.
 
         Raises:
@@ -412,7 +418,7 @@ class Decoder(nn.Module):
             packing: of the rows laid one behind the other; not given: each row is a sequence.
 
         Returns:
-            [batch, length, vocab] in the parameters' dtype.
+            [batch, length, vocab] in the model's dtype.
         """
         packing = packing or Packing([tokens.shape[1]] * tokens.shape[0], tokens.device)
         hidden = self(tokens.flatten(), packing)

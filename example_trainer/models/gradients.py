@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,46 @@ Total = Callable[[], Tensor]
 at first."""
 
 _HEAD_OF_TIED = ":as output matrix"
+
+
+class Sums(Protocol):
+    """Where the backward pass adds gradients."""
+
+    def total(self, parameter: Tensor, as_head_of_tied: bool = False) -> Total | None:
+        """Return where the gradient of a parameter is summed; None if it is frozen.
+
+        Args:
+            as_head_of_tied: the parameter is the embedding, used as output matrix.
+        """
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the sums that are not on the parameters, by name, and begin new ones."""
+
+
+class PassGradients:
+    """float32 gradients of one backward pass, left on the parameters for FSDP2 to reduce.
+
+    FSDP2 gathers float32 parameters in the dtype that the model computes in. Autograd would round
+    their gradients to that dtype before the ranks' gradients are added. So the backward pass adds
+    to a float32 `grad` of the gathered parameter instead.
+    """
+
+    def total(self, parameter: Tensor, as_head_of_tied: bool = False) -> Total | None:
+        """See Sums.total. A tied matrix has one sum for its two uses."""
+        if not parameter.requires_grad:
+            return None
+        parameter.grad_dtype = _sum_dtype(parameter)
+        return partial(_gradient_of, parameter)
+
+    def take(self) -> dict[str, Tensor]:
+        """Return nothing: FSDP2 leaves the reduced gradients on the sharded parameters."""
+        return {}
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = _zeros(parameter)
+    return parameter.grad
 
 
 class GradientSums:
@@ -40,12 +80,10 @@ class GradientSums:
         self._sums: dict[str, Tensor] = {}
 
     def total(self, parameter: Tensor, as_head_of_tied: bool = False) -> Total | None:
-        """Where the gradient of a parameter is summed; None if it is frozen.
+        """See Sums.total.
 
-        Args:
-            as_head_of_tied: the parameter is the embedding, used as output matrix. The two uses are
-                summed apart, for the order in which they are added must not depend on how a batch
-                is packed.
+        The two uses of a tied matrix are summed apart: the order in which they are added must not
+        depend on how a batch is packed.
         """
         if not parameter.requires_grad:
             return None
@@ -124,6 +162,9 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _sum_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 def _zeros(parameter: Tensor) -> Tensor:
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    return torch.zeros(parameter.shape, dtype=_sum_dtype(parameter), device=parameter.device)

@@ -125,7 +125,7 @@ def load_model(
 
     Args:
         name: a folder or a hub id.
-        dtype: of the parameters; tensors stored in another one are converted.
+        dtype: that the model computes in; tensors stored in another one are converted.
         device: where the parameters live.
         make: makes the uninitialised decoder; one that is spread over ranks reads its own part.
 
@@ -163,7 +163,7 @@ def read_weights(model: Decoder, folder: Path) -> None:
                 parameter = own[name]
                 whole: Tensor = parameter
                 if model.shards.spread:
-                    whole = torch.empty(planned.shape, dtype=parameter.dtype)
+                    whole = torch.empty(planned.shape, dtype=model.dtype)
                 for part in planned.parts:
                     _copy_part(whole, part, where[part.name], folder)
                 if model.shards.spread:
@@ -261,18 +261,16 @@ def save_model(
     weights: Mapping[str, Tensor] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face checkpoint: weights in the parameters' dtype, config, tokenizer files.
+    """Write a Hugging Face checkpoint: weights in the model's dtype, config, tokenizer files.
     See write_checkpoint.
 
     Args:
         weights: take these values, by parameter name, instead of the parameters' own, rounded to
-            the parameters' dtype.
+            the model's dtype.
     """
     values = weights or dict(model.named_parameters())
     named = ((name, values[name]) for name in parameters(model.geometry))
-    write_checkpoint(
-        folder, model.geometry, model.output_weight.dtype, named, companions(model), max_shard_bytes
-    )
+    write_checkpoint(folder, model.geometry, model.dtype, named, companions(model), max_shard_bytes)
 
 
 def write_checkpoint(
@@ -336,7 +334,7 @@ def companions(model: Decoder) -> dict[str, bytes]:
     """Config and tokenizer files of the checkpoint that a model was read from, by name, the config
     with the model's dtype.
     """
-    source, dtype = model.source, model.output_weight.dtype
+    source, dtype = model.source, model.dtype
     if source is None:
         return {}
     found = [

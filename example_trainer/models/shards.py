@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from example_trainer.models.gradients import GradientSums, Sums
+
 
 class Shards:
     """One process holds every parameter whole. The base of the other ways, which spread them.
@@ -19,11 +21,16 @@ class Shards:
 
     Attributes:
         spread: whether a local tensor may be less than the whole.
-        hooks: whether a parameter's gradient is complete as soon as autograd has accumulated it.
+        masters: whether the parameters are the float32 masters themselves, with float32 gradients
+            summed on them. Otherwise masters and sums are the optimizer's own.
     """
 
     spread = False
-    hooks = True
+    masters = False
+
+    def sums(self, model: torch.nn.Module) -> Sums:
+        """Make what the backward pass adds the model's gradients to."""
+        return GradientSums(model)
 
     def local(self, parameter: Tensor) -> Tensor:
         """This rank's values of a parameter or of its gradient; shares their memory."""

@@ -1,8 +1,10 @@
 """Data parallelism with sharded parameters (ZeRO stage 3, arXiv:1910.02054) by torch's FSDP2.
 
-Each rank works on its own bins of tokens and holds a range of rows of every parameter, of its
-master and of its moments; a layer's parameters are whole only while that layer computes. Gradients
-are summed in float32, not averaged: the loss weights are those of the whole batch.
+Each rank works on its own bins of tokens and holds a range of rows of every parameter and of its
+moments; a layer's parameters are whole only while that layer computes. The parameters of a trained
+model are its float32 masters. FSDP2 rounds them to the dtype that the model computes in whenever it
+gathers them, and sums their gradients over bins and ranks in float32. It sums, and does not
+average: the loss weights are those of the whole batch.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from example_trainer.models.decoder import Decoder
+from example_trainer.models.gradients import PassGradients, Sums
 from example_trainer.models.ops import choose_operations
 from example_trainer.models.shards import Shards
 from vllm_patching.weights.families import Geometry
@@ -25,19 +28,18 @@ from vllm_patching.weights.families import Geometry
 class FsdpShards(Shards):
     """Rows of each parameter in equal chunks, the last ones shorter or empty, as `torch.chunk` cuts
     them.
-
-    FSDP2 does call hooks on a sharded parameter (torch 2.11 and 2.13), but in the stream of its
-    reduce-scatter and while it still relies on `grad` keeping memory alive; so gradients are taken
-    when the backward pass has ended.
     """
 
     spread = True
-    hooks = False
+    masters = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
         self._whole_shapes: dict[str, tuple[int, ...]] = {}
+
+    def sums(self, model: nn.Module) -> Sums:
+        return PassGradients()
 
     def local(self, parameter: Tensor) -> Tensor:
         tensor = parameter.detach()
@@ -86,13 +88,25 @@ class FsdpShards(Shards):
 
 
 def sharded_decoder(
-    geometry: Geometry, dtype: torch.dtype, device: torch.device, world_size: int
+    geometry: Geometry,
+    dtype: torch.dtype,
+    device: torch.device,
+    world_size: int,
+    trained: bool = True,
 ) -> Decoder:
-    """A decoder of which this rank allocates its shards alone, uninitialised. Collective."""
+    """A decoder of which this rank allocates its shards alone, uninitialised. Collective.
+
+    Args:
+        dtype: that the model computes in.
+        trained: the parameters are float32 masters. A frozen model has them in `dtype`.
+    """
     mesh = init_device_mesh(device.type, (world_size,))
     ops = choose_operations(device, dtype)
-    model = Decoder(geometry, dtype, "meta", ops=ops)
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    held = torch.promote_types(dtype, torch.float32) if trained else dtype
+    model = Decoder(geometry, held, "meta", ops=ops)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -157,7 +157,8 @@ class Models:
         make = decoder_maker(config, ranks)
         self.model = make_model(config, start.checkpoint, dtype, device, make)
         self.parity = make_parity(config, self.model, stop)
-        self.reference = make_reference(config, self.model, dtype, device, make)
+        frozen = decoder_maker(config, ranks, trained=False)
+        self.reference = make_reference(config, self.model, dtype, device, frozen)
         # The masters are copied from the checkpoint before the bridge may put the parameters onto
         # the server's memory.
         self.optimizer = make_optimizer(config, self.model)

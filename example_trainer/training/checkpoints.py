@@ -176,10 +176,8 @@ class Checkpoints:
             self.prepare(optimizer)
         assert self._memory is not None
         step, final = optimizer.steps, self.path(optimizer.steps)
-        dtype, trainer = (
-            next(model.parameters()).dtype,
-            self._record(optimizer, config, batch, unacknowledged),
-        )
+        dtype = model.dtype
+        trainer = self._record(optimizer, config, batch, unacknowledged)
         self._read_companions(model)
         # A restart of vLLM has written the weights of its step already.
         names = [] if self._weights_step == step else self._weights(model, optimizer)
@@ -239,7 +237,7 @@ class Checkpoints:
             CheckpointError: the weights could not be written.
         """
         assert self.ranks.world_size == 1
-        final, dtype = self.path(optimizer.steps), next(model.parameters()).dtype
+        final, dtype = self.path(optimizer.steps), model.dtype
         self._read_companions(model)
         state = optimizer.state_dict()
         weights = (

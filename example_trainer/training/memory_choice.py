@@ -221,10 +221,10 @@ def choice_line(way: MemoryRequest, asked: MemoryRequest, room: Room) -> str:
         asked: the way without offloading or recomputing, where the options leave both open.
     """
     needs = f"{plan_memory(way).total / 2**30:.2f} of {room.free / 2**30:.2f} GiB on {room.device}"
-    place = f"masters and moments on {room.device}"
+    place = f"{way.offloadable} on {room.device}"
     costs = []
     if way.offload:
-        place = "masters and moments in host memory"
+        place = f"{way.offloadable} in host memory"
         needs += (
             f", {room.host_needed(way) / 2**30:.2f} of {room.host / 2**30:.2f} GiB of host memory"
         )
@@ -248,10 +248,10 @@ def choice_line(way: MemoryRequest, asked: MemoryRequest, room: Room) -> str:
 
 
 def offload_seconds(request: MemoryRequest) -> float:
-    """Seconds of an offloaded update: all of its state passes over the bus, and the masters once
-    more for the weights.
+    """Seconds of an offloaded update: all of its state passes over the bus, and masters that are
+    not the parameters once more for the weights.
     """
-    masters = FLOAT32 * request.trained // request.world_size
+    masters = 0 if request.trains_masters else FLOAT32 * request.trained // request.world_size
     return (host_bytes(request) + masters) / BUS_BYTES_PER_SECOND
 
 

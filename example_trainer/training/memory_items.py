@@ -47,13 +47,13 @@ class MemoryRequest:
 
     Attributes:
         geometry: the model.
-        dtype: of its parameters.
+        dtype: that it computes in.
         tokens_per_microbatch, seq_len: tokens in a bin, and of the longest sequence, which may be a
             bin of its own.
         table: whose operations the decoder computes with.
         share_prefixes: what rollouts have in common is forwarded once.
         optimizer: adamw-8bit has moments of one byte and a scale for each block of QUANTISED_BLOCK.
-        offload: masters and moments are in the host's memory.
+        offload: moments, and masters that are not the parameters, are in the host's memory.
         gradient_checkpointing: layers are computed again in the backward pass.
         logprob_chunk: tokens whose logits exist at the same time.
         single_copy: the parameters are the server's memory; several ranks are then tensor-parallel.
@@ -87,6 +87,21 @@ class MemoryRequest:
     def sharded(self) -> bool:
         """Return whether FSDP2 spreads the parameters."""
         return self.world_size > 1 and not self.single_copy
+
+    @property
+    def trains_masters(self) -> bool:
+        """Return whether the parameters are the float32 masters."""
+        return self.sharded and self.lora is None
+
+    @property
+    def offloadable(self) -> str:
+        """The state of the optimizer that `offload` moves, in words."""
+        return "moments" if self.trains_masters else "masters and moments"
+
+    @property
+    def held(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return torch.float32 if self.trains_masters else self.dtype
 
     @property
     def local(self) -> Geometry:
@@ -301,8 +316,8 @@ def logits_bytes(request: MemoryRequest) -> int:
         reference    two float32 tables; in the backward pass one, the same rounded, and that in float32 again
 
     An entropy that has a gradient needs no more: the reference's second table is then the chances
-    of the first, in the backward pass too. Where gradients go autograd's way, the output matrix's
-    is made in float32 and then rounded.
+    of the first, in the backward pass too. FSDP2's ranks make the output matrix's gradient whole,
+    in float32.
     """
     g, s = request.local, request.dtype.itemsize
     table = min(request.logprob_chunk, request.tokens) * g.vocab_size
@@ -311,8 +326,8 @@ def logits_bytes(request: MemoryRequest) -> int:
         "invariant": 3 * s,
         "reference": max(2 * FLOAT32, (s + FLOAT32) * (s < FLOAT32)),
     }[request.table]
-    matrix = g.vocab_size * g.hidden_size * (not request.lora and not request.sums)
-    return max(tables * table + FLOAT32 * matrix, (FLOAT32 + s) * matrix)
+    matrix = g.vocab_size * g.hidden_size * request.trains_masters
+    return tables * table + FLOAT32 * matrix
 
 
 def send_buffer_bytes(request: MemoryRequest) -> int:
@@ -321,7 +336,7 @@ def send_buffer_bytes(request: MemoryRequest) -> int:
     for the rows that they hand to each other.
     """
     return sum(
-        buffer_bytes(layout, request.world_size, request.dtype, request.packs).total
+        buffer_bytes(layout, request.world_size, request.held, request.packs).total
         for layout in request.layouts
     )
 
@@ -330,13 +345,14 @@ def lasting_items(request: MemoryRequest) -> dict[str, int]:
     """Bytes that are there in every moment, by what they are for."""
     g, s, ranks = request.geometry, request.dtype.itemsize, request.world_size
     parameters, trained = parameter_count(g), request.trained
-    adapters, copies = s * trained * bool(request.lora), not request.single_copy
+    masters = request.trains_masters
+    adapters, copies = s * trained * bool(request.lora), not (request.single_copy or masters)
     on_device, references = not request.offload, int(request.reference)
     staged = min(BUCKET_ELEMENTS, trained // ranks) * request.offload
-    state_bytes = FLOAT32 + request.moment_bytes / trained  # of an element
+    state_bytes = FLOAT32 * (not masters) + request.moment_bytes / trained  # of an element
     return {
         "weights (this trainer's own copy)": adapters + copies * (s * parameters // ranks),
-        MASTERS: FLOAT32 * on_device * trained // ranks,
+        MASTERS: FLOAT32 * (on_device or masters) * trained // ranks,
         MOMENTS: on_device * request.moment_bytes // ranks,
         "masters and moments on their way": int(SLOTS * state_bytes * staged),
         "reference model": references * (s * parameters // ranks),
@@ -347,10 +363,13 @@ def lasting_items(request: MemoryRequest) -> dict[str, int]:
 
 
 def host_bytes(request: MemoryRequest) -> int:
-    """Bytes of the host's memory that one rank keeps masters and moments in."""
+    """Bytes of the host's memory that one rank keeps moments in, and masters that are not the
+    parameters.
+    """
     if not request.offload:
         return 0
-    return (FLOAT32 * request.trained + request.moment_bytes) // request.world_size
+    masters = FLOAT32 * request.trained * (not request.trains_masters)
+    return (masters + request.moment_bytes) // request.world_size
 
 
 def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
@@ -365,7 +384,7 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     twice = matrix * (request.sums and g.tie_word_embeddings)
     gradients = {GRADIENTS: FLOAT32 * (request.trained // ranks + twice)}
     root, layer = root_parameter_count(g), layer_parameter_count(g)
-    head, gathered = s * matrix * (not request.lora), {}
+    head, gathered = FLOAT32 * matrix * (not request.lora), {}
     if request.sharded:
         gathered = {"embedding and output matrix, gathered": s * root}
     states = s * request.tokens * g.hidden_size  # the gradient of those that the logits are made of
@@ -377,13 +396,12 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     layers = {ACTIVATIONS: backward_activation_bytes(request), **gathered}
     end: dict[str, int] = {}
     if request.sharded:
-        # Two layers whole (one computes, one comes), gradients of one, and of the one before in
-        # float32.
-        layers["layers, gathered and reduced"] = (3 * s + FLOAT32) * layer
+        # Two layers whole (one computes, one comes), and float32 gradients of two: one is computed,
+        # one is reduced.
+        layers["layers, gathered and reduced"] = (2 * s + 2 * FLOAT32) * layer
         layers["output matrix's gradient"] = head
         end = {
-            "gradients as FSDP2 hands them over": s * request.trained // ranks,
-            "embedding and output matrix, reduced": (s + FLOAT32) * root + FLOAT32 * root // ranks,
+            "embedding and output matrix, reduced": 2 * FLOAT32 * root + FLOAT32 * root // ranks,
         }
     elif request.sums:
         end = {

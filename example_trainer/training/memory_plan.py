@@ -341,7 +341,8 @@ def require_memory(request: MemoryRequest, room: Room) -> MemoryPlan:
     if needed > room.host:
         on_gpu = plan_memory(replace(request, offload=False)).total
         raise MemoryShortage(
-            f"masters and moments in host memory (--optimizer-offload) need {needed / 2**30:.2f} GiB, of which "
+            f"{request.offloadable} in host memory (--optimizer-offload) need "
+            f"{needed / 2**30:.2f} GiB, of which "
             f"{room.host / 2**30:.2f} are free; with them on {room.device} the training needs "
             f"{on_gpu / 2**30:.2f} GiB, of which {room.free / 2**30:.2f} are free; what helps: "
             f"{', or '.join(remedies(request, room))}; --skip-memory-check tries it all the same"
@@ -358,7 +359,7 @@ def _beside(room: Room) -> str:
 
 def _saved_already(request: MemoryRequest) -> str:
     """The ways to save memory that a need counts already."""
-    ways = ["masters and moments in host memory"] * request.offload
+    ways = [f"{request.offloadable} in host memory"] * request.offload
     ways += ["layers computed again in the backward pass"] * request.gradient_checkpointing
     if not ways:
         return ""

@@ -21,9 +21,12 @@ from vllm_patching.weights.families import Geometry
 DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
 
 
-def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:
+def decoder_maker(config: TrainerConfig, ranks: Ranks, trained: bool = True) -> DecoderMaker:
     """How this rank makes its part of a model: vLLM's shards for a single copy, else FSDP2's; all
     of it without other ranks.
+
+    Args:
+        trained: see sharded_decoder.
     """
     if ranks.world_size == 1:
         return deterministic_decoder if config.deterministic else Decoder
@@ -34,7 +37,7 @@ def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:
     # Only where it is used: it takes a third of a trainer's time to import everything.
     from example_trainer.parallel.fsdp import sharded_decoder
 
-    return partial(sharded_decoder, world_size=ranks.world_size)
+    return partial(sharded_decoder, world_size=ranks.world_size, trained=trained)
 
 
 def make_model(

@@ -1,16 +1,18 @@
-"""AdamW on float32 masters, apart from the weights that the model computes with.
+"""AdamW on float32 masters.
 
-The model's parameters may be bf16, and may be views on memory that an inference server samples
-from: they are read by the forward pass and written by `write_weights` alone, at a moment that the
-weight bridge chooses. Gradients leave the parameters as soon as they are complete and are summed in
-float32.
+In one process, and where ranks hold vLLM's shards, the masters are apart from the parameters. The
+parameters may then be bf16, and may be views on memory that an inference server samples from. The
+forward pass reads them, and `write_weights` alone writes them, at a moment that the weight bridge
+chooses. Gradients leave the parameters as soon as they are complete and are summed in float32.
+
+Where FSDP2 spreads the model, the parameters are the masters, and FSDP2 sums their gradients.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +23,7 @@ from torch.optim.adamw import adamw
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import CheckpointError, NonFiniteError
 from example_trainer.models import Decoder
-from example_trainer.models.gradients import GradientSums
+from example_trainer.models.gradients import Sums
 from example_trainer.models.shards import Shards
 from example_trainer.training.host_memory import BUCKET_ELEMENTS, Kind, Piece
 from example_trainer.training.optimizer_state import (
@@ -78,8 +80,27 @@ class StepReport:
     lr: float
 
 
+class LocalParameters(Mapping[str, Tensor]):
+    """This rank's part of each parameter, by name.
+
+    It is looked up each time: FSDP2 moves shards that it pads when it first gathers them.
+    """
+
+    def __init__(self, shards: Shards, parameters: Mapping[str, Tensor]) -> None:
+        self._shards, self._parameters = shards, parameters
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._shards.local(self._parameters[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
 class MasterAdamW:
-    """AdamW (arXiv:1711.05101) over float32 copies of a model's trainable parameters.
+    """AdamW (arXiv:1711.05101) over the float32 masters of a model's trainable parameters.
 
     A *step* is what is learned from a batch, and makes a weight version. It is one *update* of the
     masters, or several: after each of these the model needs the new weights for the next, and after
@@ -103,8 +124,9 @@ class MasterAdamW:
         schedule, warmup_steps, total_steps: see learning_rate_factor.
         shards: what this rank holds of the parameters; masters, gradients and moments are of the
             same part. With several ranks `update` is collective.
-        offload: masters and moments are in host memory, and pass through the parameters' device in
-            each update. The bits are those of an update without it.
+        offload: moments, and masters that are not the parameters, are in host memory, and pass
+            through the parameters' device in each update. The bits are those of an update without
+            it.
         bucket_elements: elements of each of them that are on the device at once.
         in_8_bits: the moments of matrices are kept in 8 bits, see quantised.py.
 
@@ -112,10 +134,9 @@ class MasterAdamW:
         steps: batches learned from, which is the weight version of the masters; the learning rate
             follows it.
         updates: updates taken, which AdamW's correction of its moments counts.
-        masters: float32 weights by parameter, this rank's part; on the host if they are offloaded.
         sums: where the backward pass may add the gradients itself: set `model.arithmetic.sums` to
-            it. None where gradients come through autograd: FSDP2 reduces them, and of adapters they
-            are few.
+            it before the first pass. None for adapters: their gradients are few, and come through
+            autograd.
         sound: whether masters and moments are those of `updates` whole updates, and finite. False
             while an update changes them, and for good if it does not come to its end.
         device: of this rank's parameters.
@@ -151,7 +172,7 @@ class MasterAdamW:
         self.steps = self.updates = 0
         self.sound = True
         self.wait_for_readers: Callable[[], None] = lambda: None
-        local = {name: shards.local(p) for name, p in self._parameters.items()}
+        self._local = local = LocalParameters(shards, self._parameters)
         self.device = next(iter(local.values())).device
         quantised = [
             name
@@ -162,7 +183,12 @@ class MasterAdamW:
             prepare(self.device, Rates(lr, betas, eps, weight_decay, 1))
         self._groups = [
             StateGroup(
-                {name: local[name] for name in names}, kinds, self.device, offload, bucket_elements
+                LocalParameters(shards, {name: self._parameters[name] for name in names}),
+                kinds,
+                self.device,
+                offload,
+                bucket_elements,
+                shards.masters,
             )
             for names, kinds in (
                 ([name for name in local if name not in set(quantised)], FLOAT32_KINDS),
@@ -170,15 +196,17 @@ class MasterAdamW:
             )
         ]
         self._group_of = {name: group for group in self._groups for name in group.names}
-        self.masters: dict[str, Tensor] = {
-            name: self._group_of[name].tensors[MASTER.name][name] for name in local
-        }
         self._gradients: dict[str, Tensor] = {}
         whole_model = len(self._parameters) == sum(1 for _ in model.parameters())
-        self.sums = GradientSums(model) if shards.hooks and whole_model else None
-        if shards.hooks:
+        self.sums: Sums | None = shards.sums(model) if whole_model else None
+        if not shards.masters:
             for name, parameter in self._parameters.items():
                 parameter.register_post_accumulate_grad_hook(self._collector(name))
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """float32 weights by parameter, this rank's part; on the host if they are offloaded."""
+        return {name: self._group_of[name].tensors[MASTER.name][name] for name in self._parameters}
 
     def _collector(self, name: str) -> Callable[[Tensor], None]:
         return lambda _: self._collect(name)
@@ -187,7 +215,7 @@ class MasterAdamW:
         parameter = self._parameters[name]
         if parameter.grad is None:
             return
-        self._add(name, self.shards.local(parameter.grad), is_ours=False)
+        self._add(name, parameter.grad, is_ours=False)
         parameter.grad = None
 
     def _add(self, name: str, gradient: Tensor, is_ours: bool) -> None:
@@ -196,20 +224,16 @@ class MasterAdamW:
         else:
             self._gradients[name] = gradient.to(torch.float32, copy=not is_ours)
 
-    def collect(self) -> None:
-        """Add what a backward pass left on the parameters.
-
-        Call it after each; behind hooks and `sums` it finds nothing.
-        """
-        for name in self._parameters:
-            self._collect(name)
-
     def gradients(self) -> dict[str, Tensor]:
         """The float32 gradient summed so far for each parameter that one reached: the sums
         themselves, not a copy.
         """
         for name, gradient in (self.sums.take() if self.sums is not None else {}).items():
             self._add(name, gradient, is_ours=True)
+        if self.shards.masters:
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    self._gradients[name] = self.shards.local(parameter.grad)
         return self._gradients
 
     def zero_grad(self) -> None:
@@ -232,8 +256,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def update(self) -> StepReport:
-        """Apply the summed gradients to the masters and forget them. The model's parameters stay as
-        they are.
+        """Apply the summed gradients to the masters and forget them. Parameters that are not the
+        masters stay as they are.
 
         Whatever is raised before the masters are touched leaves `sound` true: the gradients can be
         dropped.
@@ -243,14 +267,14 @@ class MasterAdamW:
                 first such parameter.
             RuntimeError: a parameter received no gradient, so it would silently stay what it is.
         """
-        self.collect()
         found = self.gradients()
-        without = [name for name in self.masters if name not in found]
+        without = [name for name in self._parameters if name not in found]
         if without:
             raise RuntimeError(
-                f"no gradient reached {len(without)} of {len(self.masters)} parameters, first {without[0]}"
+                f"no gradient reached {len(without)} of {len(self._parameters)} parameters, "
+                f"first {without[0]}"
             )
-        gradients = {name: found[name] for name in self.masters}
+        gradients = {name: found[name] for name in self._parameters}
         self.shards.complete(gradients)
         norms = self._finite(self.shards.norms(gradients), "the gradient of")
         grad_norm = math.hypot(*norms)
@@ -283,7 +307,7 @@ class MasterAdamW:
 
         Returns the norm of each master (float64), over what all ranks hold; collective.
         """
-        numbers = {name: number for number, name in enumerate(self.masters)}
+        numbers = {name: number for number, name in enumerate(self._parameters)}
         squares = torch.zeros(len(numbers), dtype=torch.float64, device=self.device)
         rates = Rates(lr, self._betas, self._eps, self._weight_decay, self.updates + 1, divisor)
         on_device = rates.tensor(self.device)
@@ -350,7 +374,7 @@ class MasterAdamW:
         values: list[float] = norms.tolist()
         bad = [
             name
-            for name, value in zip(self.masters, values, strict=True)
+            for name, value in zip(self._parameters, values, strict=True)
             if not math.isfinite(value)
         ]
         if bad:
@@ -362,10 +386,12 @@ class MasterAdamW:
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Round the masters into the model's parameters, wherever their memory is now."""
-        parameters = {
-            name: self.shards.local(parameter) for name, parameter in self._parameters.items()
-        }
+        """Round the masters into the model's parameters, wherever their memory is now, unless the
+        parameters are the masters.
+        """
+        if self.shards.masters:
+            return
+        parameters = self._local
 
         def work(pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]) -> None:
             # One launch for many tensors: an inference server may be standing still meanwhile.
@@ -386,7 +412,7 @@ class MasterAdamW:
         }
 
     def _kinds(self) -> list[tuple[str, Kind]]:
-        return [(name, kind) for name in self.masters for kind in self._group_of[name].kinds]
+        return [(name, kind) for name in self._parameters for kind in self._group_of[name].kinds]
 
     def kind_of(self, key: str) -> Kind:
         """The kind of the tensor that `state_dict` has by a key."""

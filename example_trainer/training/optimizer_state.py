@@ -29,12 +29,13 @@ class StateGroup:
     """Masters and moments of the parameters whose moments have the same kinds.
 
     Args:
-        weights: this rank's part of each parameter, by name; the masters begin as copies of them,
-            the moments as zeros.
+        weights: this rank's part of each parameter, by name. The moments begin as zeros.
         kinds: the masters first.
         device: of the parameters.
         offload: the tensors are in host memory.
         bucket_elements: of each kind that are on the device at once.
+        are_masters: `weights` are the masters, and stay on the device. Otherwise the masters begin
+            as copies of them.
 
     Attributes:
         names: of the parameters, in their order.
@@ -49,24 +50,27 @@ class StateGroup:
         device: torch.device,
         offload: bool,
         bucket_elements: int,
+        are_masters: bool = False,
     ) -> None:
         self.names, self.kinds = tuple(weights), tuple(kinds)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        self._host = HostTensors(shapes, self.kinds, device, bucket_elements) if offload else None
+        own_kinds = self.kinds[1:] if are_masters else self.kinds
+        self._host = HostTensors(shapes, own_kinds, device, bucket_elements) if offload else None
+        self._masters = weights if are_masters else None
+        self.tensors: dict[str, Mapping[str, Tensor]] = {MASTER.name: weights}
         if self._host is not None:
-            found = zip(self.kinds, self._host.arenas, strict=True)
-            self.tensors = {kind.name: arena.tensors for kind, arena in found}
+            for kind, arena in zip(own_kinds, self._host.arenas, strict=True):
+                self.tensors[kind.name] = arena.tensors
         else:
-            self.tensors = {
-                kind.name: {
+            for kind in own_kinds:
+                self.tensors[kind.name] = {
                     name: torch.zeros(kind.shape(shape), dtype=kind.dtype, device=device)
                     for name, shape in shapes.items()
                 }
-                for kind in self.kinds
-            }
         self._pieces = [Piece(name, 0, shape[0], 0, shape) for name, shape in shapes.items()]
-        for name, tensor in weights.items():
-            self.tensors[MASTER.name][name].copy_(tensor)
+        if not are_masters:
+            for name, tensor in weights.items():
+                self.tensors[MASTER.name][name].copy_(tensor)
 
     def work(self, kinds: int, work: Work, write_back: bool) -> None:
         """Call `work` with pieces of the first `kinds` kinds of tensors, on the device, until all
@@ -76,6 +80,16 @@ class StateGroup:
             write_back: whether it changes them.
         """
         if not self.names:
+            return
+        masters = self._masters
+        if self._host is not None and masters is not None:
+
+            def work_with_masters(
+                pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]
+            ) -> None:
+                work(pieces, [[piece.of(masters[piece.name]) for piece in pieces], *state])
+
+            self._host.work(kinds - 1, work_with_masters, write_back)
             return
         if self._host is not None:
             self._host.work(kinds, work, write_back)

@@ -67,7 +67,7 @@ class ReferenceSettings:
         """
         return cls(
             model=config.reference_model or config.model_name,
-            dtype=str(model.output_weight.dtype).removeprefix("torch."),
+            dtype=str(model.dtype).removeprefix("torch."),
             table=model.arithmetic.ops.NAME,
             vocab_size=model.geometry.vocab_size,
             temperature=config.temperature,

@@ -170,7 +170,6 @@ class BatchGradients:
                 known.reference = completed_reference(bin, self._under_reference)
             found = bin_loss(_inputs(bin, known, logprobs, entropy), self._objective)
             found.loss.backward()
-            self._optimizer.collect()
             counts[0] += found.not_finite
             counts[1] += len(logprobs)
             # Drift is that of the batch's first weights, and so counted in the first epoch alone.
@@ -299,5 +298,4 @@ def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> No
         hidden, tokens, counts, config.logprob_chunk, temperatures, learns_entropy
     )
     (logprobs + entropy if learns_entropy else logprobs).sum().backward()
-    optimizer.collect()
     optimizer.zero_grad()

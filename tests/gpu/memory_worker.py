@@ -116,13 +116,17 @@ def manifests(shape: str, dtype: torch.dtype, tp_size: int) -> list[Manifest]:
 
 
 def random_model(
-    asked: Configuration, geometry: Geometry, dtype: torch.dtype, device: torch.device
+    asked: Configuration,
+    geometry: Geometry,
+    dtype: torch.dtype,
+    device: torch.device,
+    trained: bool = True,
 ) -> Decoder:
     """A decoder with small random weights, of this rank."""
     if asked.ranks > 1:
         from example_trainer.parallel.fsdp import sharded_decoder  # takes a second to import
 
-        model = sharded_decoder(geometry, dtype, device, asked.ranks)
+        model = sharded_decoder(geometry, dtype, device, asked.ranks, trained)
     else:
         model = Decoder(geometry, dtype, device)
     random_weights(model, model.shards)
@@ -209,7 +213,7 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
     with Meter(device) as meter:
         model = random_model(asked, geometry, dtype, device)
         reference = (
-            random_model(asked, geometry, dtype, device).requires_grad_(False)
+            random_model(asked, geometry, dtype, device, trained=False).requires_grad_(False)
             if asked.reference
             else None
         )

@@ -168,6 +168,11 @@ class BaseModel(Decoder):
         self.adapted, self.arithmetic = adapted, adapted.arithmetic
 
     @property
+    def dtype(self) -> torch.dtype:
+        """See Decoder.dtype."""
+        return self.adapted.dtype
+
+    @property
     def output_weight(self) -> Tensor:
         """See Decoder.output_weight."""
         return self.adapted.output_weight

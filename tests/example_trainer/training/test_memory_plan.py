@@ -205,17 +205,22 @@ def test_offloaded_models_fit(shape: Geometry, ranks: int, host: int) -> None:
     )  # fmt: skip
     offloaded = replace(asked, offload=True)
     plan = require_memory(offloaded, room(H200, 0.9 * host * 10**9 / GIB, ranks))
-    assert plan.lasting["float32 masters"] == plan.lasting["AdamW's two moments"] == 0
-    assert host_bytes(offloaded) * ranks == 12 * parameter_count(shape)
+    # On several ranks the masters are the parameters, which stay.
+    bytes_each = 12 if ranks == 1 else 8
+    assert plan.lasting["AdamW's two moments"] == 0
+    masters = (12 - bytes_each) * parameter_count(shape) // ranks
+    assert plan.lasting["float32 masters"] == masters
+    assert host_bytes(offloaded) * ranks == bytes_each * parameter_count(shape)
     resident = plan_memory(asked)
-    moved = 12 * parameter_count(shape) // ranks - plan.lasting["masters and moments on their way"]
+    staged = plan.lasting["masters and moments on their way"]
+    moved = bytes_each * parameter_count(shape) // ranks - staged
     assert resident.total - plan.total == pytest.approx(moved, abs=10)
     assert token_budget(offloaded, H200 * GIB) >= 8192
 
 
 def test_more_offloaded_than_the_host_holds_is_refused() -> None:
     asked = request(geometry=qwen_14b(), offload=True, world_size=2, table="fast")
-    refusal = r"\(--optimizer-offload\) need 165\.07 GiB, of which 93\.13 are free; .* what helps: --optimizer adamw-8bit \("
+    refusal = r"^moments in host memory \(--optimizer-offload\) need 110\.05 GiB, of which 93\.13 are free; .* what helps: --optimizer adamw-8bit \("
     with pytest.raises(MemoryShortage, match=refusal):
         require_memory(asked, room(H200, 100e9 / GIB, 2))
     require_memory(replace(asked, offload=False), room(400, 0, 2))
