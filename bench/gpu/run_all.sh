@@ -21,7 +21,7 @@
 #       colocate (one: trainer and vLLM take turns on it) ·
 #       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
 #       optimizer (one: step time and memory of AdamW in float32 and in 8 bits, offloaded or not, needs no vLLM) ·
-#       trainer-speed (one; two for 14B over both) · sampling-cost (one: what a token costs the server) ·
+#       trainer-speed (one; two for 14B over both; CASE names the only case to run, see bench/trainer_speed.py) · sampling-cost (one: what a token costs the server) ·
 #       whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
 #       learning (any number: methods compared, MODEL names what studies/word_problems/make_model.py wrote; the same again goes on,
 #       and trains what bench/results/learning.json lacks where the model is the one that was measured there) ·
@@ -121,7 +121,7 @@ case $kind in
   colocate) run 535 colocate bench/colocate.py ;;
   memory) run 530 memory_plan tests/gpu/check_memory_plan.py ;;
   optimizer) run 580 optimizer_choices bench/optimizer_choices.py ;;
-  trainer-speed) run 500 trainer_speed bench/trainer_speed.py --seconds 480 ;;
+  trainer-speed) run 500 trainer_speed bench/trainer_speed.py --seconds 480 ${CASE:+--only "$CASE"} ;;
   sampling-cost) run 420 generate_cost bench/generate_cost.py --ramp 15 --seconds 15 ;;
   whole-run) run 570 whole_run bench/whole_run.py --seconds 550 ${QUESTIONS:+--questions "$QUESTIONS"} ;;
   learning)

@@ -109,6 +109,10 @@ def sharded_decoder(
     )
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    if not geometry.tie_word_embeddings:
+        # A unit of its own is whole in the forward pass alone, and is reduced by itself.
+        embedding = fully_shard(model.model.embed_tokens, mesh=mesh, mp_policy=policy)
+        embedding.set_unshard_in_backward(False)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

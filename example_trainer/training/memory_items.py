@@ -384,9 +384,10 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     twice = matrix * (request.sums and g.tie_word_embeddings)
     gradients = {GRADIENTS: FLOAT32 * (request.trained // ranks + twice)}
     root, layer = root_parameter_count(g), layer_parameter_count(g)
+    embedding = g.vocab_size * g.hidden_size * (not g.tie_word_embeddings)
     head, gathered = FLOAT32 * matrix * (not request.lora), {}
     if request.sharded:
-        gathered = {"embedding and output matrix, gathered": s * root}
+        gathered = {"output matrix, gathered": s * (root - embedding)}
     states = s * request.tokens * g.hidden_size  # the gradient of those that the logits are made of
     loss = {
         ACTIVATIONS: kept_activation_bytes(request) + states,
@@ -400,8 +401,10 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
         # one is reduced.
         layers["layers, gathered and reduced"] = (2 * s + 2 * FLOAT32) * layer
         layers["output matrix's gradient"] = head
+        # Both matrices' gradients, and one of them as it is sent and as it comes back.
+        reduced = max(root - embedding, embedding)
         end = {
-            "embedding and output matrix, reduced": 2 * FLOAT32 * root + FLOAT32 * root // ranks,
+            "embedding and output matrix, reduced": FLOAT32 * (root + reduced + reduced // ranks),
         }
     elif request.sums:
         end = {

@@ -33,10 +33,16 @@ QUANTISED = 6
 SAVED, STEPS = 2, 4
 
 
-def made(model: Decoder) -> MasterAdamW:
+def made(model: Decoder, offload: bool = False) -> MasterAdamW:
     """Without clipping: the norm of the gradient is summed in another order over ranks."""
     return MasterAdamW(
-        model, lr=0.01, weight_decay=0.1, max_grad_norm=0.0, shards=model.shards, in_8_bits=True
+        model,
+        lr=0.01,
+        weight_decay=0.1,
+        max_grad_norm=0.0,
+        shards=model.shards,
+        in_8_bits=True,
+        offload=offload,
     )
 
 
@@ -69,7 +75,7 @@ def main(kind: str, folder: Path) -> None:
         path = checkpoints.save(model, optimizer, {})
         train(model, optimizer, STEPS)
         checkpoints.save(model, optimizer, {})
-        resumed = made(load_model(str(path), torch.bfloat16, "cpu", make))
+        resumed = made(load_model(str(path), torch.bfloat16, "cpu", make), offload=True)
         load_state(SavedStep.read(path), resumed)
         train(model, resumed, STEPS)
         there: dict[str, Tensor] = resumed.state_dict()

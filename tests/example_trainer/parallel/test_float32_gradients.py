@@ -16,7 +16,7 @@ from tests.example_trainer.parallel.test_spread_training import hugging_face_con
 pytestmark = pytest.mark.e2e
 
 SEEDS = (1, 2, 3, 5)
-"""Of spread_cases.make_geometry: every architecture, tied and untied."""
+"""Seeds of spread_cases.make_geometry: every architecture, tied and untied."""
 
 
 def test_gradients_of_two_ranks_are_the_float32_sum_of_one_process(

@@ -71,6 +71,13 @@ def test_ranks_save_the_bits_of_one_process_which_goes_on_from_them(
         assert one.keys() == many.keys()
         assert sum(tensor.dtype == torch.uint8 for tensor in many.values()) == 2 * QUANTISED
         assert [key for key, tensor in one.items() if not torch.equal(many[key], tensor)] == []
+        weights, theirs = (
+            load_file(folder / who / f"step_{step}" / "model.safetensors") for who in ("one", kind)
+        )
+        assert {tensor.dtype for tensor in theirs.values()} == {torch.bfloat16}
+        assert [
+            key for key, tensor in weights.items() if not torch.equal(theirs[key], tensor)
+        ] == []
     saved = SavedStep.read(folder / kind / f"step_{SAVED}")
     model = load_model(str(saved.path), torch.bfloat16)
     optimizer = made(model)

@@ -146,6 +146,7 @@ def test_remedies_are_those_that_suffice() -> None:
         "--gradient-checkpointing --optimizer-offload on",
         "--tokens-per-microbatch 4096 --optimizer-offload on",
         "4 GPUs",
+        "2 GPUs and --optimizer adamw-8bit",
         "--weight-bridge-mode lora_only",
     ]
     assert (
