@@ -217,21 +217,23 @@ def test_72b_on_32_ranks_on_paper() -> None:
     assert plan.lasting["float32 masters"] == 4 * total // 32
     loss, layers_back, end, update = plan.moments.values()
     assert plan.greatest == "backward of the layers"
-    # Both matrices stay whole through the step, the output matrix's gradient waits for its
-    # reduction at the end; of layers two are whole, one has float32 gradients, and those of the one
-    # before are being added up.
-    gathered = "embedding and output matrix, gathered"
-    assert layers_back[gathered] == loss[gathered] == 2 * root
+    # The output matrix stays whole through the step, and its gradient waits for its reduction at
+    # the end; of layers two are whole, one has float32 gradients, and those of the one before are
+    # being added up.
+    embedding = vocab * hidden
+    gathered = "output matrix, gathered"
+    assert layers_back[gathered] == loss[gathered] == 2 * (root - embedding)
     assert layers_back["output matrix's gradient"] == 4 * vocab * hidden
     assert layers_back["layers, gathered and reduced"] == (2 + 2 + 4 + 4) * layer
-    # The embedding's and the output matrix's gradients, as they are and as they are sent, and the
-    # share that comes out.
-    assert end["embedding and output matrix, reduced"] == (4 + 4) * root + 4 * root // 32
+    # The embedding's and the output matrix's gradients; one of them as it is sent too, and the
+    # share of it that comes out.
+    sent = root - embedding
+    assert end["embedding and output matrix, reduced"] == 4 * (root + sent + sent // 32)
     assert update == {}
-    # 9.1 masters, 18.2 moments, 0.4 buffers, 9.1 gradients, 5.0 whole matrices, 5.0 head, 10.5
+    # 9.1 masters, 18.2 moments, 0.4 buffers, 9.1 gradients, 2.5 whole matrix, 5.0 head, 10.5
     # layers.
     assert plan.total / 1e9 == pytest.approx(
-        9.09 + 18.18 + 0.4 + 9.09 + 4.98 + 4.98 + 10.53 + 12.6, rel=0.01
+        9.09 + 18.18 + 0.4 + 9.09 + 2.49 + 4.98 + 10.53 + 12.6, rel=0.01
     )
 
 
