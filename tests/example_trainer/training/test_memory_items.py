@@ -220,14 +220,12 @@ def test_72b_on_32_ranks_on_paper() -> None:
     # The output matrix stays whole through the step, and its gradient waits for its reduction at
     # the end; of layers two are whole, one has float32 gradients, and those of the one before are
     # being added up.
-    embedding = vocab * hidden
-    gathered = "output matrix, gathered"
-    assert layers_back[gathered] == loss[gathered] == 2 * (root - embedding)
+    gathered, sent = "output matrix, gathered", root - vocab * hidden
+    assert layers_back[gathered] == loss[gathered] == 2 * sent
     assert layers_back["output matrix's gradient"] == 4 * vocab * hidden
     assert layers_back["layers, gathered and reduced"] == (2 + 2 + 4 + 4) * layer
     # The embedding's and the output matrix's gradients; one of them as it is sent too, and the
     # share of it that comes out.
-    sent = root - embedding
     assert end["embedding and output matrix, reduced"] == 4 * (root + sent + sent // 32)
     assert update == {}
     # 9.1 masters, 18.2 moments, 0.4 buffers, 9.1 gradients, 2.5 whole matrix, 5.0 head, 10.5
