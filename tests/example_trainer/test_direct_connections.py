@@ -126,7 +126,7 @@ CLIENTS: dict[str, Callable[[int, Path], object]] = {
     "rollouts": ask_rollouts,
     "legacy server": ask_owned,
     "samples of the deterministic check": ask_sampler,
-    "status: queue": lambda port, _: queue_size(port, ""),
+    "status: queue": lambda port, _: queue_size(f"http://127.0.0.1:{port}", ""),
     "status: version": lambda port, _: served_version(port),
 }
 

@@ -175,6 +175,7 @@ def test_a_parameter_server_without_enough_memory(
         "head_dim": 64,
     }
     described = {
+        "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "num_key_value_heads": 1,
         "vocab_size": 1 << 20,
