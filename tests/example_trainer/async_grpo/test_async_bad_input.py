@@ -176,6 +176,8 @@ def test_a_parameter_server_without_enough_memory(
     }
     described = {
         "architectures": ["Qwen3ForCausalLM"],
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
         "model_type": "qwen3",
         "num_key_value_heads": 1,
         "vocab_size": 1 << 20,
