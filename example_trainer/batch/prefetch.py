@@ -394,7 +394,7 @@ class Batches:
         """See RolloutClient.end_run."""
         self._ranks.on_main(
             "telling the service that the run has ended",
-            lambda: self._main.end_run(),  # noqa: PLW0108 - only rank 0 has a client
+            lambda: self._main.end_run(),
             self._longest_call,
         )
 
