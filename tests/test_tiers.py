@@ -39,13 +39,12 @@ PROTOCOLS = {
 }
 """Protocol -> the test of the default tier that runs it with real processes."""
 SMOKE_TESTS = (
-    "test_async_own_ray",
     "test_kill_each_process",
     "test_quickstart",
     "test_weight_bridge",
     "test_your_loss_page",
 )
-"""Files of tests/e2e in the default tier. They take a third of its time, so they stay few."""
+"""Files of tests/e2e in the default tier. They take a quarter of its time, so they stay few."""
 PACKAGES = (
     "atroposlib",
     "bench",

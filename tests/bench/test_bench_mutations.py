@@ -19,6 +19,8 @@ from bench.mutations import (
 )
 from tests.test_tiers import DEFAULT
 
+pytestmark = pytest.mark.nightly
+
 SOURCE = '''"""Text of a module."""
 LIMIT: int = 3
 

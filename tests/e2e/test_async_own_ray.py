@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STARTED = """
 import json, os, stat, sys

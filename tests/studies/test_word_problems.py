@@ -29,6 +29,8 @@ from studies.word_problems.problems import (
     training,
 )
 
+pytestmark = pytest.mark.nightly
+
 SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)\.")
 seeds, lengths = st.integers(0, 10**9), st.integers(1, 12)
 

@@ -29,6 +29,8 @@ from tests.e2e.async_roles import light_commands, numbers
 from tests.example_trainer.async_grpo.fake_cluster import Answer, FakeSilences
 from tests.forked_commands import ForkedProcess
 
+pytestmark = pytest.mark.nightly
+
 KEYS = {"ROLLOUT_API_KEY": "r" * 32, "VLLM_API_KEY": "v" * 32}
 
 

@@ -29,6 +29,8 @@ from example_trainer.deterministic import (
 from example_trainer.errors import ModelError
 from vllm_patching.weights.families import parameters
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {
     "dim": 48,

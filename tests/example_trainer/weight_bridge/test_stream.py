@@ -39,6 +39,8 @@ from vllm_patching.transport.cohort import lane_places
 from vllm_patching.transport.lane import SENDER, GlooLane, nobody_lost
 from vllm_patching.transport.rendezvous import host_store
 
+pytestmark = pytest.mark.nightly
+
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = "tests.example_trainer.weight_bridge.cohort_world"

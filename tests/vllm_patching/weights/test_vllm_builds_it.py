@@ -15,6 +15,8 @@ from tests.geometries import config_of
 from vllm_patching.weights.families import FAMILIES, Geometry
 from vllm_patching.weights.sharding import plan_shards
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[3]
 DEGREES = (1, 2, 4)
 CASES: dict[str, dict[str, Any]] = {name.removesuffix("ForCausalLM"): {} for name in FAMILIES} | {

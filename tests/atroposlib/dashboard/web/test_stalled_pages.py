@@ -27,6 +27,8 @@ from example_trainer.child_processes.readiness import wait_until
 from tests.atroposlib.dashboard.web.test_page_of_service import Events
 from tests.atroposlib.service.conftest import Service, trainer
 
+pytestmark = pytest.mark.nightly
+
 MUCH = 16 << 20
 """Bytes: more than the system holds of a connection."""
 ASKED = b"GET /ui/api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
