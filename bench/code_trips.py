@@ -2,8 +2,9 @@
 
     python bench/code_trips.py --output bench/results/code_trips.json
 
-Four trips are traced: a group posted to the rollout service, a batch handed out, an arithmetic item
-(worker, sample, grade, post), and a conversation whose tool runs a program in the sandbox. The
+Five trips are traced: a group posted to the rollout service, a batch handed out, an arithmetic item
+(worker, sample, grade, post), a conversation whose tool runs a program in the sandbox, and a batch
+in the trainer (fetched, scattered, packed, loss, optimizer), with a tiny model on the CPU. The
 services that a trip talks to are real processes, except the model: its stand-in gives fixed
 answers. A file counts once a Python function of it is called; `changes` counts how often a call
 goes from one file to another.
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,7 +43,7 @@ from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.launcher import roles
 
-TRACED = ("atroposlib", "environments")
+TRACED = ("atroposlib", "environments", "example_trainer", "vllm_patching")
 SECONDS = 60.0
 ENVIRONMENT = {"max_token_length": 4096, "desired_name": "traced", "weight": 1.0, "group_size": 2}
 TOKENIZER = ROOT / "assets" / "starter_model"
@@ -187,35 +188,45 @@ async def one_item(
     return trip
 
 
-class Surroundings:
-    """A rollout service with a registered trainer, and a stand-in for the model, as processes of
-    their own.
-    """
+class Processes:
+    """The processes that a trip talks to, each with its log in a folder; the end stops them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.supervisor, ports = folder, Supervisor(), PortReservations()
-        self.service_port, self.model_port = ports.pick(), ports.pick()
-        self.service = f"http://127.0.0.1:{self.service_port}"
-        self.model = f"http://127.0.0.1:{self.model_port}"
+        self.folder, self.supervisor, self.ports = folder, Supervisor(), PortReservations()
 
-    def __enter__(self) -> Surroundings:
-        service = roles.service("127.0.0.1", self.service_port, store="memory", no_ui=True)
-        self._start("service", self.service, service)
-        stand_in = str(ROOT / "tests" / "environments" / "public" / "model_standin.py")
-        model = roles.flags(port=self.model_port, tokenizer=TOKENIZER)
-        self._start("model", f"{self.model}/health", [sys.executable, stand_in, *model])
-        httpx.post(f"{self.service}/register", json=TRAINER, timeout=SECONDS).raise_for_status()
-        httpx.get(f"{self.service}/batch", timeout=SECONDS).raise_for_status()
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.supervisor.stop_all()
 
-    def _start(self, name: str, url: str, command: list[str]) -> None:
+    def start(self, name: str, url: str, command: list[str]) -> None:
+        """Start a program, and wait until it answers at a URL."""
         self.supervisor.add(
             ManagedProcess(name, command, self.folder / f"{name}.log", None, ROOT, 5.0, False)
         )
         wait_until(name, http_probe(url), SECONDS, check=self.supervisor.check)
+
+    def start_service(self) -> str:
+        """Start a rollout service that stores nothing on disk; return its URL."""
+        port = self.ports.pick()
+        url = f"http://127.0.0.1:{port}"
+        self.start("service", url, roles.service("127.0.0.1", port, store="memory", no_ui=True))
+        return url
+
+
+class Surroundings(Processes):
+    """A rollout service with a registered trainer, and a stand-in for the model."""
+
+    def __enter__(self) -> Surroundings:
+        self.service, port = self.start_service(), self.ports.pick()
+        self.model = f"http://127.0.0.1:{port}"
+        stand_in = str(ROOT / "tests" / "environments" / "public" / "model_standin.py")
+        flags = roles.flags(port=port, tokenizer=TOKENIZER)
+        self.start("model", f"{self.model}/health", [sys.executable, stand_in, *flags])
+        httpx.post(f"{self.service}/register", json=TRAINER, timeout=SECONDS).raise_for_status()
+        httpx.get(f"{self.service}/batch", timeout=SECONDS).raise_for_status()
+        return self
 
     def answer(self, rules: list[dict[str, Any]]) -> None:
         """Set the stand-in's rules: regular expressions of prompts, and the answers to them in
@@ -249,12 +260,63 @@ def environment_trips(around: Surroundings) -> dict[str, Trip]:
     return {"arithmetic_item": arithmetic, "tool_conversation": conversation}
 
 
+TINY_MODEL = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "dtype": "float32",
+}  # fmt: skip
+
+
+def make_tiny_model(folder: Path) -> Path:
+    """Write a checkpoint of random weights."""
+    import torch
+
+    from example_trainer.models import Decoder, save_model
+    from example_trainer.models.hf_checkpoint import read_geometry
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY_MODEL), encoding="utf-8")
+    torch.manual_seed(0)
+    model = Decoder(read_geometry(folder)[0], torch.float32)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    save_model(model, folder)
+    return folder
+
+
+def train_trip(folder: Path) -> Trip:
+    """Trace one batch from its fetch through the optimizer step of a trainer in this process."""
+    # Only this trip needs torch.
+    from example_trainer.command_line import parse_config
+    from example_trainer.process import StopSignal
+    from example_trainer.training.assembly import make_trainer
+
+    trip = Trip()
+    with ExitStack() as stack:
+        service = stack.enter_context(Processes(folder)).start_service()
+        options = roles.flags(
+            model_name=make_tiny_model(folder / "tiny"), atropos_url=service, device="cpu",
+            training_steps=1, batch_size=2, gradient_accumulation_steps=1, seq_len=64,
+            save_path=folder / "checkpoints", log_dir=folder / "logs", num_threads=1,
+            vllm_restart_interval=0, batch_timeout=int(SECONDS),
+        )  # fmt: skip
+        trainer = make_trainer(parse_config(options), StopSignal(), stack)
+        assert trainer is not None
+        httpx.post(f"{service}/scored_data", json=group(), timeout=SECONDS).raise_for_status()
+        with trip.traced():
+            trainer.learn(trainer.next_batch(), 0.0, 0.0)
+        assert trainer.steps == 1
+        trainer.acknowledge()
+    return trip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="file for the figures, as JSON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, Surroundings(Path(name)) as around:
         trips = asyncio.run(service_trips(Path(name))) | environment_trips(around)
+        trips["train_batch"] = train_trip(Path(name))
     print(f"{'trip':24}{'files':>6}{'changes of file':>18}")
     for name, trip in trips.items():
         print(f"{name:24}{len(trip.files):>6}{trip.changes:>18}")

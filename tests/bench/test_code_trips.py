@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from bench.code_trips import ROOT, Trip, service_trips
+import pytest
+
+from bench.code_trips import ROOT, Trip, service_trips, train_trip
 
 MAX_FILES = {"post_group": 10, "get_batch": 10}
+MAX_TRAINER_FILES = 56
 
 
 async def test_a_group_passes_through_few_files_of_the_service(tmp_path: Path) -> None:
@@ -16,6 +19,18 @@ async def test_a_group_passes_through_few_files_of_the_service(tmp_path: Path) -
     for name, trip in trips.items():
         assert "atroposlib/service/service.py" in trip.files
         assert len(trip.files) <= MAX_FILES[name], f"{name}: {sorted(trip.files)}"
+
+
+def test_a_batch_passes_through_few_files_of_the_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    trip = train_trip(tmp_path)
+    assert {
+        "atroposlib/service_client.py",
+        "example_trainer/batch/packing.py",
+        "example_trainer/algorithm/objective.py",
+        "example_trainer/training/optimizer.py",
+    } <= trip.files
+    assert len(trip.files) <= MAX_TRAINER_FILES, sorted(trip.files)
 
 
 def test_only_calls_into_the_traced_folders_count() -> None:
