@@ -469,10 +469,16 @@ class Archive:
     @_reads
     def total(self) -> int:
         """Return the number of rollouts. Their ids follow each other, and the oldest go first."""
-        (count,) = self._connection.execute(
-            "SELECT coalesce((SELECT max(id) FROM rollouts) - (SELECT min(id) FROM rollouts) + 1, 0)"
+        oldest, newest = self._ends()
+        return newest - oldest + 1
+
+    def _ends(self) -> tuple[int, int]:
+        """Return the ids of the oldest and the newest rollout; 1 and 0 if there is none."""
+        oldest, newest = self._connection.execute(
+            "SELECT coalesce((SELECT min(id) FROM rollouts), 1), "
+            "coalesce((SELECT max(id) FROM rollouts), 0)"
         ).fetchone()
-        return int(count)
+        return oldest, newest
 
     @_reads
     def listed(
@@ -503,29 +509,47 @@ class Archive:
             for number, name in self._connection.execute("SELECT id, name FROM environments")
             if environment is None or name == environment
         ]
+        key = ORDERS[order]
         ids: list[int] = []
         searched, position, deadline = 0, after, time.monotonic() + self._seconds
         while len(ids) < limit:
             count = SEARCHED_AT_ONCE if text else limit - len(ids)
-            page = self._page(ORDERS[order], environments, position or _BEGINNING, count)
-            matching = self._matching([number for _, number in page], text)
-            for key, number in page:
-                searched, position = searched + 1, Position(float(key), number)
-                if number in matching:
-                    ids.append(number)
-                    if len(ids) == limit:
-                        break
-            if len(page) < count and (not page or position == page[-1]):
+            begin = position or _BEGINNING
+            if key == "id" and environment is None:
+                page = self._newest(begin, count)
+            else:
+                page = self._page(key, environments, begin, count)
+            matching = self._matching(page, text)
+            ids += [number for number in page if number in matching][: limit - len(ids)]
+            read = len(page)
+            if len(ids) == limit:
+                read = page.index(ids[-1]) + 1
+            searched += read
+            if read == len(page) < count:
                 position = None
                 break
+            position = self._position(key, page[read - 1])
             if time.monotonic() > deadline:
                 break
         return Listing(self._heads(ids), position, searched, self.total())
 
+    def _newest(self, after: Position, count: int) -> Sequence[int]:
+        """Return the next rollouts of all environments, the newest first: ids follow each other."""
+        oldest, newest = self._ends()
+        first = min(after.id - 1, newest)
+        return range(first, max(first - count, oldest - 1), -1)
+
+    def _position(self, key: str, number: int) -> Position:
+        """Return the position of a rollout in an order."""
+        (value,) = self._connection.execute(
+            f"SELECT {key} FROM rollouts WHERE id = ?", (number,)
+        ).fetchone()
+        return Position(float(value), number)
+
     def _page(
         self, key: str, environments: Iterable[int], after: Position, count: int
-    ) -> list[tuple[float, int]]:
-        """Return key and id of the next rollouts of some environments in an order.
+    ) -> Sequence[int]:
+        """Return the next rollouts of some environments in an order.
 
         Each environment's list is read from an index, and the lists are merged.
         """
@@ -539,17 +563,20 @@ class Archive:
         rows: list[tuple[float, int]] = []
         for environment in environments:
             rows += self._connection.execute(query, (environment, *after, count)).fetchall()
-        return sorted(rows, reverse=True)[:count]
+        return [number for _, number in sorted(rows, reverse=True)[:count]]
 
-    def _matching(self, ids: list[int], text: str) -> set[int]:
+    def _matching(self, ids: Sequence[int], text: str) -> set[int]:
         """Return the rollouts among `ids` whose texts hold `text`."""
-        if not text:
+        if not text or not ids:
             return set(ids)
         escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        among = "id IN (SELECT value FROM json_each(?))"
+        numbers: tuple[Any, ...] = (orjson.dumps([*ids]).decode(),)
+        if isinstance(ids, range):  # a range of the table is read faster than single rows
+            among, numbers = "id BETWEEN ? AND ?", (ids[-1], ids[0])
         rows = self._connection.execute(
-            "SELECT id FROM texts WHERE id IN (SELECT value FROM json_each(?)) "
-            "AND text LIKE ? ESCAPE '\\'",
-            (orjson.dumps(ids).decode(), f"%{escaped}%"),
+            f"SELECT id FROM texts WHERE {among} AND text LIKE ? ESCAPE '\\'",
+            (*numbers, f"%{escaped}%"),
         )
         return {number for (number,) in rows}
 
