@@ -2,9 +2,10 @@
 
     python bench/code_trips.py --output bench/results/code_trips.json
 
-Five trips are traced: a group posted to the rollout service, a batch handed out, an arithmetic item
-(worker, sample, grade, post), a conversation whose tool runs a program in the sandbox, and a batch
-in the trainer (fetched, scattered, packed, loss, optimizer), with a tiny model on the CPU. The
+Seven trips are traced: a group posted to the rollout service, a batch handed out, an arithmetic item
+(worker, sample, grade, post), a conversation whose tool runs a program in the sandbox, a batch
+in the trainer (fetched, scattered, packed, loss, optimizer), with a tiny model on the CPU, an update
+of two servers' weights, and an update in which a server dies and comes back (weight_trips.py). The
 services that a trip talks to are real processes, except the model: its stand-in gives fixed
 answers. A file counts once a Python function of it is called; `changes` counts how often a call
 goes from one file to another.
@@ -17,15 +18,11 @@ import asyncio
 import json
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx
 
@@ -35,7 +32,9 @@ from atroposlib.sandbox import LocalSandbox, Program
 from atroposlib.service.app import make_app
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
+from bench.call_trip import ROOT, Trip
 from bench.measured import measured
+from bench.weight_trips import weight_trips
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess
@@ -43,7 +42,6 @@ from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.launcher import roles
 
-TRACED = ("atroposlib", "environments", "example_trainer", "vllm_patching")
 SECONDS = 60.0
 ENVIRONMENT = {"max_token_length": 4096, "desired_name": "traced", "weight": 1.0, "group_size": 2}
 TOKENIZER = ROOT / "assets" / "starter_model"
@@ -51,50 +49,6 @@ TRAINER = {
     "wandb_group": "", "wandb_project": "", "batch_size": 2, "max_token_len": 4096, "checkpoint_dir": "", "num_steps": 10,
     "save_checkpoint_interval": 0, "starting_step": 0,
 }  # fmt: skip
-
-
-class Trip:
-    """Files that calls enter, in all threads that start after it and in this one."""
-
-    def __init__(self) -> None:
-        self.files: set[str] = set()
-        self.changes = 0
-        self._last: dict[int, str] = {}
-        self._lock = threading.Lock()
-
-    def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """Record a call; for `sys.setprofile`."""
-        if event != "call" or frame.f_code.co_name in (
-            "<module>",
-            "<lambda>",
-            "<genexpr>",
-            "<listcomp>",
-            "<dictcomp>",
-        ):
-            return
-        path = Path(frame.f_code.co_filename)
-        if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in TRACED:
-            return
-        name, thread = str(path.relative_to(ROOT)), threading.get_ident()
-        with self._lock:
-            self.files.add(name)
-            self.changes += self._last.get(thread, name) != name
-            self._last[thread] = name
-
-    @contextmanager
-    def traced(self) -> Iterator[None]:
-        """Trace calls within the block."""
-        threading.setprofile(self.note)
-        sys.setprofile(self.note)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
-
-    def row(self) -> dict[str, Any]:
-        """Return the figures of the trip."""
-        return {"files": len(self.files), "changes": self.changes, "names": sorted(self.files)}
 
 
 def group(sequences: int = 2, length: int = 8) -> dict[str, Any]:
@@ -317,6 +271,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, Surroundings(Path(name)) as around:
         trips = asyncio.run(service_trips(Path(name))) | environment_trips(around)
         trips["train_batch"] = train_trip(Path(name))
+        trips |= weight_trips(Path(name))
     print(f"{'trip':24}{'files':>6}{'changes of file':>18}")
     for name, trip in trips.items():
         print(f"{name:24}{len(trip.files):>6}{trip.changes:>18}")

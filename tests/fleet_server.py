@@ -16,7 +16,8 @@ which `model` (a folder with a config.json) it is, on which `device` and in whic
 
 A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST
 /test/fault {"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens
-to it when it comes there next. Weights of version v are v everywhere, so a step that sees two
+to it when it comes there next. One that was started `traced` also answers POST /test/trip: the files
+that its calls have entered since the last such answer. Weights of version v are v everywhere, so a step that sees two
 numbers has seen a mixture.
 """
 
@@ -33,6 +34,7 @@ import threading
 import time
 import traceback
 import types
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +43,7 @@ from typing import Annotated, Any
 import torch
 from fastapi import Body
 
+from bench.call_trip import Trip
 from example_trainer.child_processes.guard import PR_SET_PDEATHSIG, prctl
 from example_trainer.parameter_server.engine import StillEngine
 from example_trainer.parameter_server.held import module_of
@@ -229,6 +232,7 @@ async def _serve(
     address: str = "127.0.0.1",
     device: str = "cpu",
     dtype: str = "float32",
+    trip: Trip | None = None,
 ) -> None:
     import uvicorn
     from fastapi import FastAPI
@@ -262,6 +266,13 @@ async def _serve(
         worker.received_before = worker._lockstep_updater.status.version
         return {}
 
+    @app.post("/test/trip")
+    async def take_trip() -> list[str]:
+        assert trip is not None, "start it traced"
+        files = sorted(trip.files)
+        trip.files.clear()
+        return files
+
     server = uvicorn.Server(uvicorn.Config(app, address, port, log_level="warning"))
     await server.serve()
 
@@ -289,7 +300,9 @@ def _be_server(told: dict[str, Any]) -> None:
 
         receiving.WeightUpdater = partial(updater.WeightUpdater, bucket_bytes=bucket)  # type: ignore[assignment,misc]
     chosen = {key: told[key] for key in ("address", "device", "dtype") if key in told}
-    asyncio.run(_serve(told["port"], path, told["timeout"], **chosen))
+    trip = Trip() if told.get("traced") else None
+    with trip.traced() if trip is not None else nullcontext():
+        asyncio.run(_serve(told["port"], path, told["timeout"], trip=trip, **chosen))
 
 
 def _be_trainer(told: dict[str, Any]) -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.code_trips import ROOT, Trip, service_trips, train_trip
+from bench.call_trip import ROOT, Trip
+from bench.code_trips import service_trips, train_trip
+from bench.weight_trips import weight_trips
 
 MAX_FILES = {"post_group": 10, "get_batch": 10}
 MAX_TRAINER_FILES = 56
+MAX_WEIGHT_FILES = {"weight_update": 50, "dying_server": 31}
 
 
 async def test_a_group_passes_through_few_files_of_the_service(tmp_path: Path) -> None:
@@ -31,6 +34,15 @@ def test_a_batch_passes_through_few_files_of_the_trainer(tmp_path: Path) -> None
         "example_trainer/training/optimizer.py",
     } <= trip.files
     assert len(trip.files) <= MAX_TRAINER_FILES, sorted(trip.files)
+
+
+def test_weights_pass_through_few_files(tmp_path: Path) -> None:
+    trips = weight_trips(tmp_path)
+    assert trips.keys() == MAX_WEIGHT_FILES.keys()
+    for name, trip in trips.items():
+        assert "example_trainer/weight_bridge/stream.py" in trip.files
+        assert len(trip.files) <= MAX_WEIGHT_FILES[name], f"{name}: {sorted(trip.files)}"
+    assert "vllm_patching/worker/receiving.py" in trips["weight_update"].files
 
 
 def test_only_calls_into_the_traced_folders_count() -> None:
