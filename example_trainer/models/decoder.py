@@ -190,10 +190,10 @@ class Attention(nn.Module):
     over ranks; where there are fewer key/value heads than ranks, several ranks hold the same one.
     """
 
-    def __init__(self, path: str, blueprint: Blueprint) -> None:
+    def __init__(self, path: str, blueprint: Blueprint, window: int | None) -> None:
         super().__init__()
         self.geometry, self.split = blueprint.geometry, blueprint.split
-        self.arithmetic = blueprint.arithmetic
+        self.arithmetic, self.window = blueprint.arithmetic, window
         self.qkv_proj = blueprint.linear(f"{path}.qkv_proj")
         self.o_proj = blueprint.row_linear(f"{path}.o_proj")
         self.q_norm: RMSNorm | None = None
@@ -222,7 +222,7 @@ class Attention(nn.Module):
             rotary,
             totals,
         )
-        out = ops.attention(q, k, v, packing, float(g.head_dim**-0.5))
+        out = ops.attention(q, k, v, packing, float(g.head_dim**-0.5), self.window)
         y: Tensor = self.o_proj(out.reshape(len(x), self.q_size), packing)
         return y
 
@@ -230,7 +230,7 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) · up(x)) (arXiv:2002.05202). Its inner width is split over ranks."""
 
-    def __init__(self, path: str, blueprint: Blueprint) -> None:
+    def __init__(self, path: str, blueprint: Blueprint, window: int | None) -> None:
         super().__init__()
         self.split, self.arithmetic = blueprint.split, blueprint.arithmetic
         self.gate_up_proj = blueprint.linear(f"{path}.gate_up_proj")
@@ -246,22 +246,30 @@ _BLOCKS: dict[str, type[Attention | GatedMLP]] = {"attention": Attention, "gated
 
 
 class Layer(nn.Module):
-    """The family's blocks one after the other, each behind a norm and beside a residual path."""
+    """The family's blocks one after the other, each beside a residual path."""
 
-    def __init__(self, path: str, blueprint: Blueprint) -> None:
+    def __init__(self, number: int, blueprint: Blueprint) -> None:
         super().__init__()
-        self.blocks = blueprint.geometry.family.layer
+        path, window = f"model.layers.{number}", blueprint.geometry.window(number)
+        family = blueprint.geometry.family
+        self.blocks = family.layer
         for block in self.blocks:
-            self.add_module(block.name, _BLOCKS[block.kind](f"{path}.{block.name}", blueprint))
-        for block in self.blocks:
-            self.add_module(block.norm, blueprint.norm(f"{path}.{block.norm}"))
+            module = _BLOCKS[block.kind](f"{path}.{block.name}", blueprint, window)
+            self.add_module(block.name, module)
+        for norm in family.norms:
+            self.add_module(norm, blueprint.norm(f"{path}.{norm}"))
 
     def forward(
         self, x: Tensor, residual: Tensor | None, packing: Packing, rotary: Tensor
     ) -> tuple[Tensor, Tensor]:
         for block in self.blocks:
-            normed, residual = self.get_submodule(block.norm)(x, residual, packing)
+            if block.norm is not None:
+                normed, residual = self.get_submodule(block.norm)(x, residual, packing)
+            else:
+                normed = residual = x if residual is None else x + residual
             x = self.get_submodule(block.name)(normed, packing, rotary)
+            if block.norm_after is not None:
+                x, _ = self.get_submodule(block.norm_after)(x, None, packing)
         assert residual is not None
         return x, residual
 
@@ -273,8 +281,7 @@ class Stack(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding("model.embed_tokens", blueprint)
         self.layers = nn.ModuleList(
-            Layer(f"model.layers.{number}", blueprint)
-            for number in range(blueprint.geometry.num_layers)
+            Layer(number, blueprint) for number in range(blueprint.geometry.num_layers)
         )
         self.norm = blueprint.norm("model.norm")
 

@@ -340,6 +340,7 @@ def checks() -> list[tuple[str, Callable[[], Result]]]:
         shapes = {
             "Qwen3, tied": geometry(),
             "biases, untied, width 128": geometry(**llama, head_dim=128, num_kv_heads=1),
+            "windows in two of four layers": geometry(windows=(100, None, 33, None)),
         }
         for name, shape in shapes.items():
             for checkpointing, summed in ((False, True), (True, True), (False, False)):

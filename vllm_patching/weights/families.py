@@ -14,7 +14,7 @@ A parameter has vLLM's name. Its rows are those of its checkpoint tensors, one b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -31,22 +31,39 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True)
 class Block:
-    """A step of a layer. The norm reads the residual stream; the step's output is added to it.
+    """A step of a layer. It reads the residual stream, and its output is added to it.
 
     Attributes:
         kind: selects the parameters here, and the computation in the decoder.
-        name, norm: the modules of the step and of its norm, within the layer.
+        name: the step's module within the layer.
+        norm: the norm of what the step reads; None: it reads the stream itself.
+        norm_after: the norm of what the step adds; None: it adds its output.
     """
 
     kind: Literal["attention", "gated_mlp"]
     name: str
-    norm: str
+    norm: str | None = None
+    norm_after: str | None = None
 
 
 DENSE = (
     Block("attention", "self_attn", "input_layernorm"),
     Block("gated_mlp", "mlp", "post_attention_layernorm"),
 )
+
+
+LayerType = Callable[[Mapping[str, Any], int], bool]
+"""Whether a layer has a sliding window, by config.json and the layer's number."""
+
+
+def _switched_window(config: Mapping[str, Any], layer: int) -> bool:
+    """Qwen's rule."""
+    return bool(config["use_sliding_window"]) and layer >= config["max_window_layers"]
+
+
+def _window_everywhere(config: Mapping[str, Any], layer: int) -> bool:
+    """Mistral's rule."""
+    return config.get("sliding_window") is not None
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,8 @@ class Family:
         qkv_bias, o_bias, mlp_bias: whether these linear layers have a bias, or the key of
             config.json that decides.
         qk_norm: queries and keys are normalised, head by head.
-        window_key: the key of config.json that switches a sliding window on.
+        windowed: the rule for layers with a sliding window, where config.json has no `layer_types`;
+            None: no layer has one.
         defaults: transformers' values for keys that config.json lacks.
         layer: the blocks of a layer, in the order of the forward pass.
     """
@@ -68,11 +86,23 @@ class Family:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
-    window_key: str = "use_sliding_window"
+    windowed: LayerType | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layer: tuple[Block, ...] = DENSE
 
+    @property
+    def norms(self) -> list[str]:
+        """The norms of a layer: those before the blocks, then those after them."""
+        names = [block.norm for block in self.layer] + [block.norm_after for block in self.layer]
+        return [name for name in names if name is not None]
 
+
+_QWEN = {
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 FAMILIES = {
     family.architecture: family
     for family in (
@@ -82,18 +112,19 @@ FAMILIES = {
             o_bias="attention_bias",
             mlp_bias="mlp_bias",
         ),
-        Family("Qwen2ForCausalLM", qkv_bias=True, defaults={"num_key_value_heads": 32}),
+        Family("Qwen2ForCausalLM", qkv_bias=True, windowed=_switched_window, defaults=_QWEN),
         # vLLM has no bias in o_proj: a server refuses such a model when it compares parameters.
         Family(
             "Qwen3ForCausalLM",
             qkv_bias="attention_bias",
             o_bias="attention_bias",
             qk_norm=True,
-            defaults={"head_dim": 128, "num_key_value_heads": 32},
+            windowed=_switched_window,
+            defaults=_QWEN | {"head_dim": 128},
         ),
         Family(
             "MistralForCausalLM",
-            window_key="sliding_window",
+            windowed=_window_everywhere,
             defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         ),
     )
@@ -109,11 +140,14 @@ class RopeScaling:
     """Stretched rotary frequencies, for long contexts.
 
     Attributes:
-        kind: "linear" (every frequency divided by `factor`) or "llama3" (only the low ones, with a
-            smooth passage).
+        kind: "linear" (every frequency divided by `factor`), or "llama3" or "yarn" (only the low
+            ones, each with a smooth passage of its own).
         factor: the divisor.
-        low_freq_factor, high_freq_factor, original_max_positions: bounds of the passage; used by
-            "llama3" only.
+        low_freq_factor, high_freq_factor: bounds of the passage, in turns over the original
+            context. YaRN calls them beta_slow and beta_fast.
+        original_max_positions: the original context.
+        magnitude: factor of cosines and sines.
+        whole_bounds: YaRN's bounds are rounded to whole frequencies.
     """
 
     kind: str
@@ -121,11 +155,17 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    magnitude: float = 1.0
+    whole_bounds: bool = True
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes and switches of a decoder-only transformer. All sizes in elements."""
+    """Sizes and switches of a decoder-only transformer. All sizes in elements.
+
+    `windows` has the sliding window of each layer, in tokens with the query's own, or None for a
+    layer without one. It is empty if no layer has one.
+    """
 
     architecture: str
     vocab_size: int
@@ -144,11 +184,23 @@ class Geometry:
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
+    windows: tuple[int | None, ...] = ()
 
     @property
     def family(self) -> Family:
         """The row of the table."""
         return FAMILIES[self.architecture]
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, or None."""
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def inexact(self) -> str:
+        """The part of the model that has no deterministic mode; empty: all of it has one."""
+        if self.rope_scaling is not None:
+            return f"rope scaling {self.rope_scaling.kind!r}"
+        return "sliding-window attention" if self.windows else ""
 
     @property
     def q_size(self) -> int:
@@ -194,6 +246,7 @@ class Geometry:
                 f"{where}: {num_heads} attention heads cannot share {num_kv_heads} "
                 "key/value heads evenly"
             )
+        max_positions = int(need("max_position_embeddings"))
         rope = config.get("rope_parameters") or {}
         theta = rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA
         return cls(
@@ -205,15 +258,18 @@ class Geometry:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=int(config.get("head_dim") or hidden_size // num_heads),
-            max_positions=int(need("max_position_embeddings")),
+            max_positions=max_positions,
             rms_norm_eps=float(need("rms_norm_eps")),
             rope_theta=float(theta),
-            rope_scaling=_rope_scaling(rope or config.get("rope_scaling") or {}, where),
+            rope_scaling=_rope_scaling(
+                rope or config.get("rope_scaling") or {}, max_positions, where
+            ),
             qkv_bias=switch(family.qkv_bias),
             o_bias=switch(family.o_bias),
             mlp_bias=switch(family.mlp_bias),
             qk_norm=family.qk_norm,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            windows=_windows(config, family, max_positions, where),
         )
 
 
@@ -240,36 +296,107 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
             f"{where}: hidden_act {activation!r} is not supported for {family.architecture}; "
             "supported: 'silu'"
         )
-    window = config.get(family.window_key)
-    if window or "sliding_attention" in (config.get("layer_types") or []):
+
+
+def _windows(
+    config: Mapping[str, Any], family: Family, max_positions: int, where: str
+) -> tuple[int | None, ...]:
+    layers, window = range(int(config["num_hidden_layers"])), config.get("sliding_window")
+    if family.windowed is None:
+        if window or "sliding_attention" in (config.get("layer_types") or []):
+            raise UnsupportedModel(
+                f"{where}: {family.architecture} has no sliding-window attention in transformers; "
+                f"remove sliding_window (it is {window!r}) and layer_types if the model was "
+                "trained without a window"
+            )
+        return ()
+    types = config.get("layer_types") or [
+        "sliding_attention" if family.windowed(config, layer) else "full_attention"
+        for layer in layers
+    ]
+    if len(types) != len(layers) or not {*types} <= {"sliding_attention", "full_attention"}:
         raise UnsupportedModel(
-            f"{where}: sliding-window attention is not supported; switch {family.window_key} off "
-            f"(it is {window!r}) if the model was trained without a window"
+            f"{where}: layer_types has {len(types)} entries of {', '.join(sorted({*types}))} for "
+            f"{len(layers)} layers; supported: full_attention or sliding_attention for each layer"
         )
+    if "sliding_attention" not in types:
+        return ()
+    if not window or not config.get("use_sliding_window", True):
+        raise UnsupportedModel(
+            f"{where}: layer_types has sliding_attention, but the window is off (sliding_window "
+            f"{window!r}); set one of the two as the model was trained"
+        )
+    if window >= max_positions:
+        return ()  # it hides nothing
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
 
 
-def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RopeScaling | None:
+_ROPE_KEYS = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("original_max_position_embeddings",),
+}
+"""The keys that each kind of rope scaling needs."""
+
+
+def _rope_scaling(
+    parameters: Mapping[str, Any], max_positions: int, where: str
+) -> RopeScaling | None:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3"):
+    if kind == "longrope":
         raise UnsupportedModel(
-            f"{where}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
+            f"{where}: rope scaling 'longrope' is not supported, since vLLM chooses its factors by "
+            "--max-model-len and transformers by the batch; take a model without it, such as "
+            "microsoft/phi-4"
         )
-    needed = ["factor"]
-    if kind == "llama3":
-        needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    missing = [key for key in needed if key not in parameters]
+    if kind not in _ROPE_KEYS:
+        raise UnsupportedModel(
+            f"{where}: rope scaling {kind!r} is not supported; supported: default, "
+            f"{', '.join(_ROPE_KEYS)}"
+        )
+    missing = [key for key in _ROPE_KEYS[kind] if key not in parameters]
     if missing:
         raise UnsupportedModel(f"{where}: rope scaling {kind!r} lacks {', '.join(missing)}")
     if kind == "linear":
         return RopeScaling(kind=kind, factor=float(parameters["factor"]))
+    original = int(parameters["original_max_position_embeddings"])
+    if kind == "yarn":
+        return _yarn(parameters, original, max_positions)
     return RopeScaling(
         kind=kind,
         factor=float(parameters["factor"]),
         low_freq_factor=float(parameters["low_freq_factor"]),
         high_freq_factor=float(parameters["high_freq_factor"]),
-        original_max_positions=int(parameters["original_max_position_embeddings"]),
+        original_max_positions=original,
+    )
+
+
+def _yarn(parameters: Mapping[str, Any], original: int, max_positions: int) -> RopeScaling:
+    """Read YaRN's keys (arXiv:2309.00071), with transformers' values for absent ones."""
+    factor = float(parameters.get("factor") or max_positions / original)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    own = parameters.get("attention_factor")
+    both = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if own is None and all(both):
+        own = magnitude(both[0]) / magnitude(both[1])
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        low_freq_factor=float(parameters.get("beta_slow") or 1),
+        high_freq_factor=float(parameters.get("beta_fast") or 32),
+        original_max_positions=original,
+        magnitude=float(magnitude(1) if own is None else own),
+        whole_bounds=bool(parameters.get("truncate", True)),
     )
 
 
@@ -362,8 +489,8 @@ def _model(g: Geometry) -> Iterator[Parameter]:
         layer = f"model.layers.{number}"
         for block in g.family.layer:
             yield from _BLOCKS[block.kind](f"{layer}.{block.name}", g)
-        for block in g.family.layer:
-            yield _one(f"{layer}.{block.norm}.weight", (g.hidden_size,))
+        for norm in g.family.norms:
+            yield _one(f"{layer}.{norm}.weight", (g.hidden_size,))
     yield _one("model.norm.weight", (g.hidden_size,))
     if not g.tie_word_embeddings:
         yield _one("lm_head.weight", (g.vocab_size, g.hidden_size), "vocabulary")

@@ -242,12 +242,14 @@ def _added_rows(parts: Tensor, rows: Tensor, count: int) -> Tensor:
     return total.index_add_(0, rows, parts.float()).to(parts.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None = None
+) -> Tensor:
     """See Operations.attention."""
     rows = packing.key_rows
     if rows is not None:
         k, v = _SeenKeys.apply(k, v, rows)
-    return fast_attention.attention(q, k, v, packing, scale)
+    return fast_attention.attention(q, k, v, packing, scale, window)
 
 
 class _SiluAndMul(torch.autograd.Function):

@@ -2,7 +2,8 @@
 PyTorch's FlashAttention 2.
 
 The other is the slower one, the more so the longer the sequences (whole models:
-bench/trainer_speed.py).
+bench/trainer_speed.py). It runs sliding windows and heads wider than 128 on every GPU:
+FlashAttention 4 has no backward pass for them on Hopper.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from example_trainer.errors import ModelError
 from example_trainer.models.packing import Packing
 
 logger = logging.getLogger(__name__)
 
-_Attention = Callable[[Tensor, Tensor, Tensor, Packing, float], Tensor]
+_Attention = Callable[[Tensor, Tensor, Tensor, Packing, float, int | None], Tensor]
 _FLASH_ATTENTION_4 = (9, 0)
 """Compute capability from which on FlashAttention 4 has kernels for both directions."""
+_WIDEST_HEAD = 128
+"""Of FlashAttention 4's backward pass."""
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None = None
+) -> Tensor:
     """Causal attention of packed spans; k and v are those of what each span sees
     (`packing.key_rows`).
 
@@ -36,11 +42,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -
     Args:
         q: [tokens, heads, head_dim]; k, v: [keys, kv_heads, head_dim]; tokens may be strided.
         scale: of the scores.
+        window: see Operations.attention.
 
     Returns:
         [tokens, heads, head_dim].
+
+    Raises:
+        ModelError: there is a window, and this PyTorch has none.
     """
-    return _library(q.device)(q, k, v, packing, scale)
+    if window is not None or q.shape[2] > _WIDEST_HEAD:
+        return _flash_attention_2(q, k, v, packing, scale, window)
+    return _library(q.device)(q, k, v, packing, scale, None)
 
 
 def library_name(device: torch.device) -> str:
@@ -74,7 +86,13 @@ def _library(device: torch.device) -> _Attention:
 
 
 def _flash_attention_4(
-    function: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
+    function: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    scale: float,
+    window: None,
 ) -> Tensor:
     out = function(
         q,
@@ -92,23 +110,32 @@ def _flash_attention_4(
 
 
 @functools.cache
-def _options() -> dict[str, Any]:
-    """How this PyTorch's varlen_attn is asked for a causal mask and for shared key heads, which
-    differs by version.
-    """
+def _parameters() -> frozenset[str]:
+    """The parameters of this PyTorch's varlen_attn, which differ by version."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = (
-        {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    )
-    return options | ({"enable_gqa": True} if "enable_gqa" in known else {})
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def _flash_attention_2(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+def _options(window: int | None) -> dict[str, Any]:
+    """The arguments that ask varlen_attn for a causal mask, a window and shared key heads."""
+    shared = {"enable_gqa": True} if "enable_gqa" in _parameters() else {}
+    if "window_size" in _parameters():
+        return {"window_size": (-1 if window is None else window - 1, 0)} | shared
+    if window is not None:
+        raise ModelError(
+            f"sliding-window attention needs a PyTorch whose varlen_attn has a window_size, and "
+            f"{torch.__version__} has none; install requirements-gpu.txt"
+        )
+    return {"is_causal": True} | shared
+
+
+def _flash_attention_2(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    if "enable_gqa" not in _options() and q.shape[1] != k.shape[1]:
+    if "enable_gqa" not in _parameters() and q.shape[1] != k.shape[1]:
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
     result: Any = varlen_attn(
         q,
@@ -119,6 +146,6 @@ def _flash_attention_2(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale:
         packing.max_length,
         packing.longest,
         scale=scale,
-        **_options(),
+        **_options(window),
     )
     return result

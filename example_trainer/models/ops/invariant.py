@@ -45,12 +45,12 @@ def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -
     not a CPU's in the last bit.
 
     Raises:
-        ModelError: the frequencies are to be stretched.
+        ModelError: a part of the model has no invariant operations.
     """
     g = geometry
-    if g.rope_scaling is not None:
+    if g.inexact:
         raise ModelError(
-            f"rope scaling {g.rope_scaling.kind!r} has no deterministic mode yet; train without --deterministic"
+            f"{g.inexact} has no deterministic mode yet; train without --deterministic"
         )
     return ops.rotary_table(g.head_dim, g.max_positions, g.rope_theta, dtype, device)
 
@@ -281,8 +281,12 @@ class Attention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None = None
+) -> Tensor:
     """See Operations.attention."""
+    if window is not None:
+        raise ValueError("the invariant operations have no sliding window; use another table")
     if packing.shared:
         raise ValueError(
             "the invariant operations take no spans that continue others: the order in which a prompt's gradients are added "

@@ -25,30 +25,52 @@ NAME = "reference"
 def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
     """See Operations.rotary_table. Computed in float32 on the CPU; every kind of rope scaling."""
     exponents = torch.arange(0, geometry.head_dim, 2, dtype=torch.float32) / geometry.head_dim
-    frequencies = _stretch(1.0 / (geometry.rope_theta**exponents), geometry.rope_scaling)
+    frequencies, scaling = 1.0 / (geometry.rope_theta**exponents), geometry.rope_scaling
+    if scaling is not None:
+        frequencies = _stretch(frequencies, scaling, geometry.rope_theta)
     angles = torch.outer(torch.arange(geometry.max_positions, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype=dtype, device=device)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    if scaling is not None:
+        table = table * scaling.magnitude
+    return table.to(dtype=dtype, device=device)
 
 
-def _stretch(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
-    """Scale rotary frequencies (radians per position).
-
-    Llama 3 leaves short wavelengths as they are (arXiv:2407.21783).
-    """
-    if scaling is None:
-        return frequencies
+def _stretch(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Scale rotary frequencies (radians per position)."""
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    turns = (
-        scaling.original_max_positions * frequencies / (2 * math.pi)
-    )  # how often it turns over the original context
-    spread = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = (
-        ((turns - scaling.low_freq_factor) / spread).clamp(0, 1)
-        if spread
-        else (turns > scaling.low_freq_factor).float()
+    keep = (_kept_by_yarn if scaling.kind == "yarn" else _kept_by_llama3)(
+        frequencies, scaling, theta
     )
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+def _kept_by_llama3(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """The share of each frequency that stays as it is: all of short wavelengths
+    (arXiv:2407.21783).
+    """
+    # How often a pair turns over the original context.
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    spread = scaling.high_freq_factor - scaling.low_freq_factor
+    if not spread:
+        return (turns > scaling.low_freq_factor).float()
+    return ((turns - scaling.low_freq_factor) / spread).clamp(0, 1)
+
+
+def _kept_by_yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """See _kept_by_llama3; linear in the pair's number (arXiv:2309.00071)."""
+
+    def pair(turns: float) -> float:
+        """The pair, whole or not, that turns so often over the original context."""
+        wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
+        return len(frequencies) * math.log(wavelength) / math.log(theta)
+
+    first, last = pair(scaling.high_freq_factor), pair(scaling.low_freq_factor)
+    if scaling.whole_bounds:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(frequencies) - 1)
+    number = torch.arange(len(frequencies), dtype=torch.float32)
+    return 1 - ((number - first) / ((last - first) or 0.001)).clamp(0, 1)
 
 
 class _Linear(torch.autograd.Function):
@@ -166,7 +188,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None = None
+) -> Tensor:
     """See Operations.attention. One call if all spans are alike, else one for each."""
     group = q.shape[1] // k.shape[1]
     if group > 1 and _repeats_heads(q):
@@ -174,13 +198,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -
     count, shape = len(packing.lengths), q.shape
     if not packing.shared and packing.max_length * count == packing.tokens:
         q, k, v = (part.unflatten(0, (count, -1)) for part in (q, k, v))
-        return _attend(q, k, v, None, scale).reshape(shape)
+        mask = _mask(q[0], k[0], window)
+        return _attend(q, k, v, mask, scale).reshape(shape)
     if packing.key_rows is not None:
         k, v = k[packing.key_rows], v[packing.key_rows]
     # split, and not slices: the backward pass of each slice would fill a tensor of all tokens.
     spans = zip(q.split(packing.lengths), k.split(packing.seen), v.split(packing.seen), strict=True)
     return torch.cat(
-        [_attend(a[None], b[None], c[None], _mask(a, b), scale)[0] for a, b, c in spans]
+        [_attend(a[None], b[None], c[None], _mask(a, b, window), scale)[0] for a, b, c in spans]
     )
 
 
@@ -201,15 +226,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     return out.transpose(1, 2)
 
 
-def _mask(q: Tensor, k: Tensor) -> Tensor | None:
-    """[queries, keys] where the last query sees every key, the one before it all but one, and so
-    on; None if they are as many, where causal attention says so itself."""
+def _mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
+    """[queries, keys] where the last query sees every key in its window, the one before it one key
+    earlier, and so on; None if causal attention says so itself."""
     before = len(k) - len(q)
-    return (
-        torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
-        if before
-        else None
-    )
+    hides = window is not None and window < len(k)
+    if not before and not hides:
+        return None
+    seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
+    return seen.triu(before + 1 - window) if hides and window is not None else seen
 
 
 def _repeats_heads(q: Tensor) -> bool:

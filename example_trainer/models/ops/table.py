@@ -91,14 +91,26 @@ class Operations(Protocol):
             totals: of the two norms.
         """
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packing: Packing,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
         """Causal attention of each span to what it sees: [tokens, heads, head_dim], of the shapes
         that `heads` gives.
 
         Query heads share key and value heads in equal groups.
 
+        Args:
+            window: a query sees the newest so many positions, its own included; None: all.
+
         Raises:
-            ValueError: spans continue others, and this table has no such attention.
+            ValueError: spans continue others, or there is a window, and this table has no such
+                attention.
         """
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

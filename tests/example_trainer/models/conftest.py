@@ -19,6 +19,13 @@ LLAMA3_ROPE = {
     "rope_theta": 10000.0,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+
 _SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -63,6 +70,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": None,
             "head_dim": 20,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 37}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1},
+    ),
+    "qwen3-window-yarn": (
+        "Qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 37,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "head_dim": 32,
+            "rope_parameters": YARN_ROPE,
+        },
+    ),
+    "llama-yarn-own-bounds": (
+        "Llama",
+        {
+            "rope_parameters": YARN_ROPE
+            | {"beta_fast": 6.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 0.8}
         },
     ),
     "llama-biases": (

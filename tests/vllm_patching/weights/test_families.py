@@ -99,11 +99,40 @@ def test_mistral_has_as_many_parameters_as_its_page_states(
     assert sum(parameter.size for parameter in parameters(geometry).values()) == elements
 
 
-@pytest.mark.parametrize("keys", [{}, {"sliding_window": 4096}])
-def test_mistral_has_a_window_unless_the_key_is_null(keys: dict[str, Any]) -> None:
-    """Without the key, transformers takes a window of 4096 tokens."""
-    with pytest.raises(UnsupportedModel, match=r"switch sliding_window off \(it is 4096\)"):
-        geometry_of("Mistral", 1, 8, 6, 4, 2, 2, 10, **keys)
+WINDOWS: list[tuple[str, dict[str, Any], tuple[int | None, ...]]] = [
+    ("Mistral", {"sliding_window": 20}, (20, 20, 20)),
+    ("Mistral", {"sliding_window": None}, ()),
+    ("Mistral", {"sliding_window": 64}, ()),
+    ("Mistral", {}, ()),
+    ("Mistral", {"max_position_embeddings": 8192}, (4096, 4096, 4096)),
+    ("Qwen2", {"sliding_window": 20}, ()),
+    ("Qwen2", {"sliding_window": 20, "use_sliding_window": True}, ()),
+    (
+        "Qwen2",
+        {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1},
+        (None, 20, 20),
+    ),
+    ("Qwen3", {"use_sliding_window": False, "layer_types": ["full_attention"] * 3}, ()),
+    (
+        "Qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        (20, None, 20),
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "windows"), WINDOWS)
+def test_the_layers_with_a_window_are_transformers(
+    family: str, keys: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    """A window that hides no position of the model (64 here) is none."""
+    geometry = geometry_of(family, 3, 8, 6, 4, 2, 2, 10, **keys)
+    assert geometry.windows == windows
+    assert [geometry.window(layer) for layer in range(3)] == list(windows or [None] * 3)
 
 
 def test_parts_of_a_parameter_lie_one_below_the_other() -> None:
@@ -145,9 +174,22 @@ def test_every_projection_of_a_layer_can_have_an_adapter() -> None:
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"quantization_config": {"bits": 4}}, "a quantised checkpoint cannot be trained"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for Qwen3ForCausalLM"),
-        ({"use_sliding_window": True}, "switch use_sliding_window off"),
-        ({"layer_types": ["sliding_attention"]}, "sliding-window attention is not supported"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' is not supported"),
+        ({"layer_types": ["sliding_attention"]}, "but the window is off"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types has 1 entries of chunked_attention"),
+        (
+            {"layer_types": ["full_attention"] * 2},
+            "layer_types has 2 entries of full_attention for 1 layers",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"], "sliding_window": 9},
+            r"LlamaForCausalLM has no sliding-window attention .* \(it is 9\)",
+        ),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope scaling 'dynamic' is not supported"),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            "take a model without it, such as microsoft/phi-4",
+        ),
+        ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' lacks original_max_position"),
         ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4}}, "lacks low_freq_factor, high"),
     ],
