@@ -386,9 +386,9 @@ def _yarn(parameters: Mapping[str, Any], original: int, max_positions: int) -> R
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     own = parameters.get("attention_factor")
-    both = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if own is None and all(both):
-        own = magnitude(both[0]) / magnitude(both[1])
+    one, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if own is None and one and all_dims:
+        own = magnitude(one) / magnitude(all_dims)
     return RopeScaling(
         kind="yarn",
         factor=factor,
