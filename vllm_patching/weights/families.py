@@ -53,7 +53,7 @@ DENSE = (
 
 
 LayerType = Callable[[Mapping[str, Any], int], bool]
-"""Whether a layer has a sliding window, by config.json and the layer's number."""
+"""A rule by config.json and a layer's number: true if the layer has a sliding window."""
 
 
 def _switched_window(config: Mapping[str, Any], layer: int) -> bool:
