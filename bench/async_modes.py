@@ -36,14 +36,13 @@ from typing import Any
 
 import torch
 
-from bench.command_line import add_options
 from bench.gpu.processes import BenchError
-from bench.gpu.runs import Sitting, command_line, run_and_report
+from bench.gpu.runs import INTO, Sitting, common_options, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import Row, RowsAsTheyCome, TrainingStack, wait_for_end
 from bench.gpu.vllm_server import ServerOptions, VllmServer
-from bench.measured import put_into
+from bench.measured import Options, command_line
 from bench.timeline_spans import Process, read_folder, shares
 from bench.timelines import Panel, draw, save, write_trace
 from bench.whole_run import summarise
@@ -144,8 +143,6 @@ class Benchmark(Sitting):
         for name in args.only or REGIMES:
             self.results.measure("regimes", name, run=partial(self._regime, name))
         self._picture()
-        if args.into and not self.results.failures:
-            put_into(args.into, "modes_gpu" if self.on_gpu else "modes", self.results.data)
 
     def _regime(self, name: str) -> dict[str, Any]:
         args, regime = self.args, REGIMES[name]
@@ -240,7 +237,7 @@ def report(data: dict[str, Any]) -> str:
     return table(head, rows)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--only": {"nargs": "+", "choices": REGIMES},
     "--model": {
         "type": Path,
@@ -270,23 +267,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "vLLM without compilation and CUDA graphs (starts faster)",
     },
     "--seconds": {"type": float, "default": 200.0, "help": "for the training of one regime"},
-    "--into": {"type": Path, "help": "results file that gets the figures, if nothing failed"},
+    # Else ever more answers are sampled for a batch, the better they become.
+    "--environment-flags": {
+        "default": "--env.ensure_scores_are_not_same false",
+        "help": "more flags for it (default: %(default)s)",
+    },
+    **INTO,
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line(__doc__, name="async_modes")
-    add_options(parser, OPTIONS)
-    # or ever more answers are sampled for a batch, the better they become
-    kept = "--env.ensure_scores_are_not_same false"
-    parser.add_argument(
-        "--environment-flags", default=kept, help="more flags for it (default: %(default)s)"
-    )
-    args = parser.parse_args(arguments)
-    args.output, args.model = args.output.resolve(), args.model.resolve()
-    return run_and_report(
-        args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report
-    )
+    options = common_options("async_modes") | OPTIONS
+    args = command_line(__doc__, options).parse_args(arguments)
+    args.model = args.model.resolve()
+    section = "modes"
+    if args.device == "cuda":
+        section = "modes_gpu"
+    return run_and_report(args, Benchmark, report, section)
 
 
 if __name__ == "__main__":

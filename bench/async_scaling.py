@@ -32,11 +32,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from bench.command_line import add_options
 from bench.gpu.processes import BenchError, Task, free_port
-from bench.gpu.runs import Results, run_and_report
+from bench.gpu.runs import INTO, Results, run_and_report
 from bench.gpu.summary import result_table
-from bench.measured import put_into
+from bench.measured import Options, command_line
 from bench.rollout_api_load import cpu_seconds, machine, ours, server
 from bench.sleeping_roles import Caller, Work, work_of
 
@@ -85,8 +84,6 @@ class Benchmark:
             "saturation", "service", run=partial(self._generators, self.args.clients, rushed)
         )
         self.results.measure("saturation", "drain", run=self._drain)
-        if self.args.into and not self.results.failures:
-            put_into(self.args.into, "scaling", self.results.data)
 
     def _task(self, name: str, seconds: float, **asked: Any) -> Task:
         task = Task(name, MODULE, asked, self.args.output, seconds)
@@ -239,24 +236,19 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join(result_table(rows, COLUMNS, "generators (asleep)"))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--output": {"type": Path, "required": True, "help": "folder for the results and the logs"},
     "--generators": {"type": int, "nargs": "+", "default": [1, 2, 4, 8, 16, 32, 64]},
     "--seconds": {"type": float, "default": 15.0, "help": "that are counted, of each measurement"},
     "--batch": {"type": int, "default": 256, "help": "sequences of a batch"},
     "--clients": {"type": int, "default": 8, "help": "connections that post as fast as they can"},
-    "--into": {"type": Path, "help": "results file that gets the figures, if nothing failed"},
+    **INTO,
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser, OPTIONS)
-    args = parser.parse_args(arguments)
-    args.output = args.output.resolve()
-    return run_and_report(args.output, partial(Benchmark, args), report)
+    args = command_line(__doc__, OPTIONS).parse_args(arguments)
+    return run_and_report(args, Benchmark, report, "scaling")
 
 
 if __name__ == "__main__":

@@ -28,14 +28,15 @@ from bench.gpu.processes import BenchError, Worker
 from bench.gpu.runs import (
     ASK_SECONDS,
     LoadedSitting,
-    add_load,
-    command_line,
+    common_options,
+    load_options,
     run_and_report,
     shrink_if_tiny,
 )
 from bench.gpu.shapes import model_bytes, write_model_folder
 from bench.gpu.summary import table
 from bench.gpu.vllm_server import VllmServer
+from bench.measured import Options, command_line
 
 MODES = ("turns", "beside each other")
 LENGTH = 2048
@@ -203,13 +204,16 @@ def report(data: dict[str, Any]) -> str:
     return table(head, rows) if rows else "nothing was measured"
 
 
+OPTIONS: Options = {
+    "--cache-gib": {"type": int, "default": 32, "help": "of keys and values"},
+    "--length": {"type": int, "default": LENGTH, "help": "tokens of a sequence"},
+    "--most": {"type": int, "default": 1 << 18, "help": "tokens of a pass, at most"},
+}
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(__doc__, "qwen3-1.7b", "colocate")
-    parser.add_argument("--cache-gib", type=int, default=32, help="of keys and values")
-    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
-    parser.add_argument("--most", type=int, default=1 << 18, help="tokens of a pass, at most")
-    add_load(parser, [64], 0.5)
-    parser.set_defaults(updates=5)
+    common = common_options("colocate", "qwen3-1.7b")
+    parser = command_line(__doc__, common | OPTIONS | load_options([64], updates=5))
     args = shrink_if_tiny(parser.parse_args(arguments))
     if args.tiny:
         args.length, args.most = 64, 256
@@ -217,10 +221,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    return run_and_report(
-        args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report
-    )
+    return run_and_report(parse(arguments), Benchmark, report)
 
 
 if __name__ == "__main__":

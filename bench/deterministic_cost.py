@@ -24,9 +24,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from bench.gpu.runs import Sitting, command_line, run_and_report, shrink_if_tiny
+from bench.gpu.runs import Sitting, common_options, run_and_report, shrink_if_tiny
 from bench.gpu.shapes import SHAPES, write_model_folder
 from bench.gpu.summary import table
+from bench.measured import Options, command_line
 
 PARTS = ("rollout", "step")
 MODES = ("off", "vllm", "ours")
@@ -60,7 +61,7 @@ class Cost(Sitting):
     """The processes and the figures of one run."""
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        super().__init__(args, work, stack, f"deterministic_cost_{args.shape}", shape=args.shape)
+        super().__init__(args, work, stack, shape=args.shape)
         self.model = write_model_folder(work / "model", args.shape)
 
     def run(self) -> None:
@@ -216,12 +217,17 @@ def kernels_text(found: dict[str, Any]) -> str:
     return f"a step takes {whole:.0f} us, its kernels {busy:.0f}: {', '.join(longest)}"
 
 
+OPTIONS: Options = {
+    "--parts": {"nargs": "+", "choices": PARTS, "default": list(PARTS)},
+    "--modes": {"nargs": "+", "choices": MODES, "default": list(MODES), "help": "of vLLM"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line(__doc__, "qwen3-1.7b")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of vLLM")
-    args = shrink_if_tiny(parser.parse_args(arguments))
-    return run_and_report(args.output, partial(Cost, args), report)
+    options = common_options("", "qwen3-1.7b") | OPTIONS
+    args = shrink_if_tiny(command_line(__doc__, options).parse_args(arguments))
+    args.name = f"deterministic_cost_{args.shape}"
+    return run_and_report(args, Cost, report)
 
 
 if __name__ == "__main__":

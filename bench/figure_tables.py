@@ -376,7 +376,7 @@ def generation_in_all(book: Book) -> str:
 
 
 def single_copy(book: Book) -> str:
-    """Return the table of bench/single_copy.py, of one rank and of two."""
+    """Return the table of a single copy, of one rank and of two."""
     files = {
         "Qwen3-1.7B shape, one rank": "single_copy",
         "Qwen2.5-14B shape, two ranks of each": "single_copy_qwen2.5-14b",

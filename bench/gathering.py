@@ -27,12 +27,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.command_line import add_options
 from bench.gpu.machine import describe
 from bench.gpu.processes import BenchError, module_command, tail
 from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import gigabytes_per_second, spread_ms, table
-from bench.measured import measured
+from bench.measured import Options, command_line, measured
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.weight_bridge.send_plan import SendPlan
@@ -174,7 +173,7 @@ def report(data: dict[str, Any]) -> str:
     )
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--output": {"type": Path, "required": True, "help": "folder of gathering.json"},
     "--ranks": {"type": int, "nargs": "+", "default": [2, 4]},
     "--shape": {"choices": SHAPES, "default": "qwen2.5-14b"},
@@ -185,9 +184,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_options(parser, OPTIONS)
-    return parser.parse_args(arguments)
+    return command_line(__doc__, OPTIONS).parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

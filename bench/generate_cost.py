@@ -32,14 +32,13 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.command_line import add_options
 from bench.gpu import engine_clock
 from bench.gpu.processes import Answers, BenchError, serve
-from bench.gpu.runs import Sitting, command_line, run_and_report
+from bench.gpu.runs import Sitting, common_options, run_and_report
 from bench.gpu.shapes import SHAPES, write_model_folder
 from bench.gpu.summary import table
 from bench.gpu.vllm_server import READY_SECONDS, VllmServer
-from bench.measured import read_json
+from bench.measured import Options, command_line, read_json
 
 GROUP = 8
 REQUEST_SECONDS = 300.0
@@ -320,7 +319,7 @@ def report(data: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--ways": {"nargs": "+", "choices": WAYS, "default": list(WAYS)},
     "--in-flight": {"type": int, "default": 512, "help": "sequences"},
     "--mean-tokens": {"type": int, "default": 450},
@@ -341,9 +340,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(__doc__, "qwen3-1.7b")
-    add_options(parser, OPTIONS)
-    args = parser.parse_args(arguments)
+    options = common_options("generate_cost", "qwen3-1.7b") | OPTIONS
+    args = command_line(__doc__, options).parse_args(arguments)
     if args.tiny:
         args.shape, args.in_flight, args.mean_tokens, args.most_tokens, args.prompt_tokens = (
             "tiny",
@@ -360,10 +358,7 @@ def main(arguments: list[str] | None = None) -> int:
     if (sys.argv[1:] if arguments is None else arguments) == ["--engine"]:
         serve(Answers(), {"generate": generate_without_server})
         return 0
-    args = parse(arguments)
-    return run_and_report(
-        args.output, lambda work, stack: Benchmark(args, work, stack, "generate_cost"), report
-    )
+    return run_and_report(parse(arguments), Benchmark, report)
 
 
 if __name__ == "__main__":

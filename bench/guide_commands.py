@@ -32,13 +32,11 @@ import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from bench.command_line import add_options
 from bench.gpu.guide import COMMANDS, RENDEZVOUS, SERVICE, VLLM, TypedShell
 from bench.gpu.legacy_figures import legacy_figures, legacy_table
 from bench.gpu.machine import describe
@@ -48,6 +46,7 @@ from bench.gpu.runs import Results, run_and_report
 from bench.gpu.shapes import SHAPES, STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import RowsAsTheyCome
+from bench.measured import Options, command_line
 from example_trainer.child_processes.ports import PortReservations
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
@@ -437,7 +436,14 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join([table(heads, [row]), str(found["plan"]), *legacy])
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
+    "part": {"choices": PARTS},
+    "--output": {
+        "type": Path,
+        "default": os.environ.get("OUT"),
+        "required": "OUT" not in os.environ,
+        "help": "folder of the results and the logs",
+    },
     "--checkpoint": {
         "type": Path,
         "help": "folder for the random weights, used again if it has some",
@@ -465,24 +471,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", choices=PARTS)
-    out = os.environ.get("OUT")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=out,
-        required=not out,
-        help="folder of the results and the logs",
-    )
-    add_options(parser, OPTIONS)
-    args = parser.parse_args(arguments)
+    args = command_line(__doc__, OPTIONS).parse_args(arguments)
     if args.dry_run:
         args.shape, args.max_tokens, args.steps = "tiny", 16, args.steps or 3
-    args.output = Path(args.output).resolve()
-    return run_and_report(args.output, partial(GuideCommands, args), report)
+    args.output = Path(args.output)
+    return run_and_report(args, GuideCommands, report)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""When a row was measured, and by which code: what every row of a results file carries.
+"""The frame of every measurement: the command line, commit and date of each row, results files.
 
 Needs nothing but Python.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -18,14 +19,27 @@ COMMIT_VARIABLE = "LOCKSTEP_COMMIT"
 
 _BEGAN = datetime.now(UTC)
 
+Options = dict[str, dict[str, Any]]
+"""Options of a command line: name -> keyword arguments of `add_argument`."""
+
+
+def command_line(doc: str | None, options: Options) -> argparse.ArgumentParser:
+    """Make the parser of a script, with its docstring as help."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, keywords in options.items():
+        parser.add_argument(name, **keywords)
+    return parser
+
 
 def commit() -> str:
     """The commit of this code, shortened, with `+` if files differ from it; `unknown` if neither
     git nor the variable says.
     """
-    told = os.environ.get(COMMIT_VARIABLE, "").strip()
-    if told:
-        return told
+    stated = os.environ.get(COMMIT_VARIABLE, "").strip()
+    if stated:
+        return stated
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         if _git("status", "--porcelain", "--untracked-files=no"):

@@ -21,16 +21,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from bench.gpu.optimizer_worker import Choice
 from bench.gpu.processes import BenchError, Task, all_stopped
-from bench.gpu.runs import Sitting, command_line, run_and_report
+from bench.gpu.runs import Sitting, common_options, run_and_report
 from bench.gpu.summary import table
-from bench.measured import measured
+from bench.measured import Options, command_line, measured
 from example_trainer.training.memory_plan import Room, free_memory, plan_memory
 
 WITHIN = 0.10
@@ -152,12 +151,11 @@ def report(data: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line(__doc__)
-    parser.add_argument(
-        "--only", nargs="+", metavar="CHOICE", choices=[one.name for one in CHOICES]
-    )
-    args = parser.parse_args(arguments)
-    return run_and_report(args.output, partial(Benchmark, args, name="optimizer_choices"), report)
+    names = [one.name for one in CHOICES]
+    only: Options = {"--only": {"nargs": "+", "metavar": "CHOICE", "choices": names}}
+    options = common_options("optimizer_choices") | only
+    args = command_line(__doc__, options).parse_args(arguments)
+    return run_and_report(args, Benchmark, report)
 
 
 if __name__ == "__main__":

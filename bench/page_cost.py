@@ -51,7 +51,6 @@ from typing import Any
 from urllib.parse import quote
 
 from atroposlib.dashboard.rollouts.archive import MAX_BYTES, Archive
-from bench.command_line import add_options
 from bench.gpu.processes import free_port
 from bench.long_run import (
     GROUP_SIZE,
@@ -64,7 +63,7 @@ from bench.long_run import (
     write_archive,
     write_figures,
 )
-from bench.measured import measured, put_into
+from bench.measured import Options, command_line, measured, put_into
 from bench.rollout_api_load import LOAD, cpu_seconds, machine, put_load, rss_mib, server
 from example_trainer.launcher import roles
 
@@ -447,7 +446,7 @@ def opening(steps: int, rollouts: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--parts": {"nargs": "+", "choices": PARTS, "default": PARTS, "help": "default: all"},
     "--rounds": {
         "type": int,
@@ -466,8 +465,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Run what was asked for, and add it to the results file."""
-    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n", 1)[0].split()))
-    add_options(parser, OPTIONS)
+    parser = command_line(__doc__, OPTIONS)
     arguments = parser.parse_args()
     if arguments.hold_open:
         asyncio.run(hold_open(arguments.port, arguments.hold_open))

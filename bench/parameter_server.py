@@ -36,12 +36,20 @@ import torch
 
 from bench.gpu.light_fleet import LightFleet
 from bench.gpu.processes import BenchError, Child, free_port, tail, wait_all
-from bench.gpu.runs import ASK_SECONDS, TRAINER_TIMEOUT, Sitting, command_line, run_and_report
+from bench.gpu.runs import (
+    ASK_SECONDS,
+    INTO,
+    TRAINER_TIMEOUT,
+    Sitting,
+    common_options,
+    run_and_report,
+    shrink_if_tiny,
+)
 from bench.gpu.shapes import write_model_folder
 from bench.gpu.summary import result_table
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.training_stack import answers
-from bench.measured import put_into
+from bench.measured import Options, command_line
 from bench.timeline_spans import read_folder
 from example_trainer.launcher import roles
 from vllm_patching.protocol.timeline import VARIABLE
@@ -100,12 +108,6 @@ class Benchmark(Sitting):
                 self.results.measure("servers", name, run=partial(self._measure, name, way))
             else:
                 print(f"skipped {name}: needs {way.needs} GPUs, there are {gpus}")
-        if args.into and not self.results.failures:
-            put_into(
-                args.into,
-                "parameter_server_gpu" if self.on_gpu else "parameter_server",
-                self.results.data,
-            )
 
     def _servers(self, devices: tuple[str, ...]) -> list[int]:
         """The ports of vLLM servers with weights there; they are kept for the next way."""
@@ -235,21 +237,25 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join(result_table(data.get("servers", {}), COLUMNS, "vLLM servers"))
 
 
+OPTIONS: Options = {
+    "--servers": {
+        "type": int,
+        "nargs": "+",
+        "help": "vLLM servers; 1, 2 and 4 on a CPU, 1 and 2 on GPUs",
+    },
+    "--updates": {"type": int, "default": 10},
+    **INTO,
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line(__doc__, shape="100mb", name="parameter_server")
-    parser.add_argument(
-        "--servers", type=int, nargs="+", help="vLLM servers; 1, 2 and 4 on a CPU, 1 and 2 on GPUs"
-    )
-    parser.add_argument("--updates", type=int, default=10)
-    parser.add_argument(
-        "--into", type=Path, help="results file that gets the figures, if nothing failed"
-    )
-    args = parser.parse_args(arguments)
-    args.output, args.shape = args.output.resolve(), "tiny" if args.tiny else args.shape
-    args.servers = args.servers or ([1, 2] if args.device == "cuda" else [1, 2, 4])
-    return run_and_report(
-        args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report
-    )
+    options = common_options("parameter_server", "100mb") | OPTIONS
+    args = shrink_if_tiny(command_line(__doc__, options).parse_args(arguments))
+    section, servers = "parameter_server", [1, 2, 4]
+    if args.device == "cuda":
+        section, servers = "parameter_server_gpu", [1, 2]
+    args.servers = args.servers or servers
+    return run_and_report(args, Benchmark, report, section)
 
 
 if __name__ == "__main__":

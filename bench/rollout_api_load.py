@@ -21,7 +21,6 @@ sys.path[0] = str(
     ROOT
 )  # run by path: import from the repository, and never a sibling file by a bare name
 
-import argparse
 import http.client
 import json
 import os
@@ -36,9 +35,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from bench.command_line import add_options
 from bench.gpu.processes import free_port
-from bench.measured import measured, read_json
+from bench.measured import Options, command_line, measured, read_json
 from bench.public_server import PUBLIC, public_python
 from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.launcher import roles
@@ -274,7 +272,7 @@ def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return {"medians": middle, "verdict": verdict}
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--rounds": {"type": int, "default": 3, "help": "runs of each server (default: 3)"},
     "--clients": {"type": int, "default": 16, "help": "connections that post (default: 16)"},
     "--memory-groups": {
@@ -288,9 +286,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Run what was asked for, and add it to the results file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    add_options(parser, OPTIONS)
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, OPTIONS).parse_args()
     (ROOT / "runs").mkdir(exist_ok=True)
     results = read_json(arguments.out)
     described = machine()

@@ -9,7 +9,6 @@ isolation. Needs no GPU.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -25,7 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from atroposlib.sandbox import LocalSandbox, Program
 from atroposlib.sandbox.verdict import verdict
-from bench.measured import measured
+from bench.measured import Options, command_line, measured
 from environments.code_problems import CodeProblem, calls_of, held_out_problems
 
 
@@ -88,13 +87,14 @@ def without_sandbox(problems: list[CodeProblem], count: int) -> dict[str, Any]:
     }
 
 
+OPTIONS: Options = {
+    "--programs": {"type": int, "default": 400, "help": "for each row (default: 400)"},
+    "--output": {"type": Path, "help": "write the results to this JSON file"},
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--programs", type=int, default=400, help="for each row (default: 400)")
-    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, OPTIONS).parse_args()
     problems = held_out_problems(50)
     load = os.getloadavg()[0]
     rows = [asyncio.run(sandboxed(problems, arguments.programs, at_once)) for at_once in (1, 2, 4)]

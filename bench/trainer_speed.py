@@ -30,17 +30,17 @@ import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 
 from bench.gpu.processes import Task
-from bench.gpu.runs import Sitting, command_line, run_and_report
+from bench.gpu.runs import Sitting, common_options, run_and_report
 from bench.gpu.shapes import SHAPES
 from bench.gpu.speed_worker import Case
 from bench.gpu.summary import table
+from bench.measured import Options, command_line
 
 GROUPS = {"length": 553, "prompt": 103, "group": 8}
 """GSM8K's questions and answers of 450 tokens on average, in groups."""
@@ -145,7 +145,7 @@ class TrainerSpeed(Sitting):
     """The cases of one run and their figures."""
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        super().__init__(args, work, stack, "trainer_speed")
+        super().__init__(args, work, stack)
         self.began = time.monotonic()
         self.gpus = list(range(torch.cuda.device_count())) if self.on_gpu else [0, 1]
 
@@ -308,20 +308,18 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join([table(heads, rows), *longest_line, *notes])
 
 
+OPTIONS: Options = {
+    "--shape": {"choices": SHAPES, "help": "all cases with this shape; tiny: and with few tokens"},
+    "--only": {"nargs": "+", "metavar": "CASE", "choices": [*CASES, "longest"]},
+    "--seconds": {"type": float, "default": inf, "help": "time limit of all cases together"},
+    "--alone": {"action": "store_true", "help": "one case at a time, whatever the number of GPUs"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line(__doc__)
-    parser.add_argument(
-        "--shape", choices=SHAPES, help="all cases with this shape; tiny: and with few tokens"
-    )
-    parser.add_argument("--only", nargs="+", metavar="CASE", choices=[*CASES, "longest"])
-    parser.add_argument(
-        "--seconds", type=float, default=inf, help="time limit of all cases together"
-    )
-    parser.add_argument(
-        "--alone", action="store_true", help="one case at a time, whatever the number of GPUs"
-    )
-    args = parser.parse_args(arguments)
-    return run_and_report(args.output, partial(TrainerSpeed, args), report)
+    options = common_options("trainer_speed") | OPTIONS
+    args = command_line(__doc__, options).parse_args(arguments)
+    return run_and_report(args, TrainerSpeed, report)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,26 @@
-"""How fast does a full set of weights get from the trainer's GPU into vLLM, and what does
-generation lose by it?
+"""The time in which new weights get into running vLLM servers, and what generation loses by it.
 
     python bench/weight_sync.py --output DIR                                     2 GPUs: vLLM on 0, the trainer on 1
     python bench/weight_sync.py --output DIR --shape qwen2.5-14b --tp 2          4 GPUs: vLLM on 0 and 1, the trainer on 2
     python bench/weight_sync.py --output DIR --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed --parts ceiling bridge
                                                      2 GPUs: a rank of both on each, and each sends to the other GPU
+    python bench/weight_sync.py --output DIR --parts servers --concurrency 64    3 GPUs or more: 1, 2, … servers, one on each
+    python bench/weight_sync.py --output DIR --parts single_copy                 1 GPU; so does lora
     python bench/weight_sync.py --output DIR --tiny --device cpu                 everything but the figures, without a GPU
 
-In one run and on the same GPUs: NCCL's own ceiling, this project's broadcast bridge (each way of
-transfer), and vLLM's own NCCL weight-transfer engine. Prints tables and writes
-weight_sync_SHAPE.json.
+Parts:
+
+    ceiling      the rates that NCCL itself reaches between the same GPUs
+    bridge       updates by the project's broadcast bridge, idle and under load, for each way of transfer
+    clients      the same with keys and values computed anew (`recompute`) and kept (`keep`), and the tokens computed anew
+    engine       the same by vLLM's own NCCL weight-transfer engine
+    throughput   generation with and without updates, for both settings of --inflight-cache
+    servers      whole updates of 1, 2, … servers. With GPUs each has one of its own, and vLLM's own engine is measured too.
+                 Without GPUs they are light ones: the bridge's own routes, updater and checks, and no engine of vLLM's.
+    single_copy  proofs that trainer and vLLM share one copy of the weights, and the pause of an update, also with an optimizer
+    lora         exchanges of LoRA adapters of rank 16 on all linear layers, and the time to the next first token
+
+Prints tables and writes NAME.json; the parts single_copy and lora write single_copy.json and lora_swap.json by default.
 """
 
 from __future__ import annotations
@@ -21,20 +32,27 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 import argparse
+import math
+import os
+import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from bench.command_line import add_options
-from bench.gpu import ceiling
-from bench.gpu.processes import Worker, crossed_gpus
+import torch
+
+from bench.gpu import ceiling, engine_clock
+from bench.gpu.light_fleet import LightFleet
+from bench.gpu.processes import BenchError, Worker, crossed_gpus
 from bench.gpu.runs import (
     ASK_SECONDS,
+    TRAINER_TIMEOUT,
     LoadedSitting,
-    add_load,
-    command_line,
+    common_options,
     figures,
+    load_options,
     run_and_report,
     shrink_if_tiny,
     tokens_per_second,
@@ -45,172 +63,167 @@ from bench.gpu.summary import (
     find_halts,
     phases_line,
     result_table,
+    spread_by_phase,
+    spread_ms,
     summary_of_pairs,
     updates_of,
 )
+from bench.gpu.trainer import trainer_arguments
 from bench.gpu.vllm_server import VllmServer
+from bench.measured import Options, command_line
 
-PARTS = ("ceiling", "bridge", "engine", "throughput")
-"""throughput: with both settings of --inflight-cache, the second on a server of its own."""
+SIDES = {
+    "recompute": {"bridge", "clients", "throughput"},
+    "keep": {"clients", "throughput"},
+    "engine": {"engine"},
+}
+"""A server with its trainer -> the parts that need it. Two of them run at the same time."""
+OWN_FILES = {"single_copy": "single_copy", "lora": "lora_swap"}
+"""Part with servers of its own -> its results file."""
+PARTS = ("ceiling", "bridge", "clients", "engine", "throughput", "servers", *OWN_FILES)
+DEFAULT_PARTS = ["ceiling", "bridge", "engine", "throughput"]
+LIGHT_SHAPES = ("tiny", "100mb")
+OWN_ENGINE: dict[str, Any] = {
+    "flags": ("--weight-transfer-config", '{"backend": "nccl"}'),
+    "shared": False,
+    "environment": (("VLLM_SERVER_DEV_MODE", "1"),),
+}
+"""The options of a server for vLLM's own engine."""
+ONE_COPY_SHARE = 0.05
+"""Largest share of the model's bytes that joining may add to the GPU's memory; a second copy would
+add all of them."""
+NCCL_TRAINER = "bench.gpu.vllm_engine_trainer"
+LORA_STATUS = ("swaps", "slots", "capacity", "last_error")
 
 
 class Benchmark(LoadedSitting):
     """The servers, the trainers and the load of one run."""
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        super().__init__(args, work, stack, args.name or f"weight_sync_{args.shape}")
+        super().__init__(args, work, stack)
+        self.more_loads: list[Worker] = []
         self.model = write_model_folder(work / "model", args.shape)
 
     def run(self) -> None:
-        """Everything that was asked for."""
-        args, results = self.args, self.results
-        server = self._start("vllm", mirrored=False)
-        second: VllmServer | None = None
-        # Trainers import what they need while the servers start, and make their models afterwards.
-        first = (
-            self._trainer("trainer recompute", self._module(), server, mirrored=False)
-            if self._bridge_first()
-            else None
-        )
-        engine: Worker | None = None
-        # A second server starts at the same time, mirrored: its workers where our trainer will be,
-        # and the other way round.
-        if "engine" in args.parts and self.on_gpu:
-            second = self._start_engine()
-            engine = self._trainer(
-                "trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", second, mirrored=True
-            )
-        elif "throughput" in args.parts:
-            second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
+        """Measure all parts, those first that share servers."""
+        args, parts = self.args, set(self.args.parts)
         self.describe(
             shape=args.shape, tensor_parallel_size=args.tp, trainer_ranks=args.trainer_ranks, crossed=args.crossed,
-            model_bytes=model_bytes(args.shape),
+            model_bytes=model_bytes(args.shape), load_before=os.getloadavg(),
         )  # fmt: skip
-        results.put(
-            "seconds_to_ready", value=self.ready(*(s for s in (server, second) if s is not None))
-        )
-        if "ceiling" in args.parts:
-            ranks = args.trainer_ranks if args.crossed else 1
-            senders, receivers = (
-                self._trainer_gpus(ranks, mirrored=False),
-                self._server_gpus(mirrored=False),
-            )
-            gpus = [*senders, *receivers] if self.on_gpu else ["cpu"] * (ranks + args.tp)
-            options = {"gibibyte": 1 << 30 if self.on_gpu else 1 << 20, "pairs": args.crossed}
-            results.measure(
-                "ceiling",
-                run=lambda: ceiling.measure(args.shape, gpus, args.output, args.updates, **options),
-            )
-        if first is not None:
-            self._measure_bridge(server, "recompute", first)
-        if engine is not None and second is not None:
-            self._measure_engine(second, engine)
-            second.stop()
-            second = None
-        if "throughput" in args.parts:
-            if second is None:
-                second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
-                self.ready(second)
-            self._measure_bridge(
-                second, "keep", self._trainer("trainer keep", self._module(), second, mirrored=True)
-            )
+        sides = [side for side, needed_by in SIDES.items() if parts & needed_by]
+        if not self.on_gpu and "engine" in sides:
+            sides.remove("engine")
+        self._measure_sides(sides)
+        if "servers" in parts and self.on_gpu:
+            self._own_gpus()
+        elif "servers" in parts:
+            for shape in LIGHT_SHAPES:
+                self._light(shape)
+        if "single_copy" in parts:
+            SingleCopy(self).measure()
+        if "lora" in parts:
+            self._lora()
+        self.results.put("load_after", value=os.getloadavg())
 
-    # -- processes
+    # -- one server at a time
 
-    def _start(self, name: str, mirrored: bool, **options: Any) -> VllmServer:
-        return self.server(
-            name, self.model, ",".join(self._server_gpus(mirrored)), tp=self.args.tp, **options
-        )
+    def _measure_sides(self, sides: list[str]) -> None:
+        """Measure two sides that start together, then the others.
 
-    def _start_engine(self) -> VllmServer:
-        flags = ("--weight-transfer-config", '{"backend": "nccl"}')
-        environment = (("VLLM_SERVER_DEV_MODE", "1"),)
-        return self._start(
-            "vllm own engine", mirrored=True, shared=False, flags=flags, environment=environment
-        )
-
-    def _server_gpus(self, mirrored: bool) -> list[str]:
-        """The GPUs of a server's ranks; the mirrored one's are behind those of the first."""
-        first = self.args.tp if mirrored else 0
-        return [str(first + rank) for rank in range(self.args.tp)]
-
-    def _trainer_gpus(self, ranks: int, mirrored: bool) -> list[str]:
-        """The GPUs of a trainer's ranks: behind the server's or (mirrored) before; crossed, those
-        of the server's next rank.
+        The second side is mirrored: its server is where the first one's trainer is.
         """
-        if self.args.crossed:
-            return crossed_gpus(ranks)
-        first = 0 if mirrored else self.args.tp
-        return [str(first + rank) for rank in range(ranks)]
+        running = {side: self._start_side(side, side != sides[0]) for side in sides[:2]}
+        if running:
+            servers = [server for server, _ in running.values()]
+            self.results.put("seconds_to_ready", value=self.ready(*servers))
+        if "ceiling" in self.args.parts:
+            self._ceiling()
+        for side in sides:
+            if side not in running:
+                running[side] = self._start_side(side, mirrored=True)
+                self.ready(running[side][0])
+            self._measure_side(side, *running[side])
+            for process in reversed(running[side]):
+                process.stop()
 
-    def _trainer(self, name: str, module: str, server: VllmServer, mirrored: bool) -> Worker:
-        ranks = self.args.trainer_ranks if module == "bench.gpu.spread_trainer" else 1
-        return self.trainer(
-            name, module, server.port, ",".join(self._trainer_gpus(ranks, mirrored)), ranks
+    def _start_side(self, side: str, mirrored: bool) -> tuple[VllmServer, Worker]:
+        """Start a server and its trainer, which imports its modules while the server starts."""
+        args = self.args
+        places = (
+            [str(rank) for rank in range(args.tp)],
+            [str(args.tp + rank) for rank in range(max(args.tp, args.trainer_ranks))],
         )
+        server_gpus, trainer_gpus = places[mirrored], places[not mirrored]
+        if side == "engine":
+            server = self._start("vllm own engine", server_gpus[: args.tp], **OWN_ENGINE)
+            module, ranks = NCCL_TRAINER, 1
+        else:
+            options: dict[str, Any] = {"flags": ("--inflight-cache", side)}
+            if "clients" in args.parts:
+                clock = engine_clock.variables(self._steps(side), engine_clock.STEPS_FILE)
+                options["environment"] = tuple(clock.items())
+            server = self._start(f"vllm {side}", server_gpus[: args.tp], **options)
+            module, ranks = "bench.gpu.trainer", args.trainer_ranks
+        if ranks > 1:
+            module = "bench.gpu.spread_trainer"
+        gpus = trainer_gpus[:ranks]
+        if args.crossed:
+            gpus = crossed_gpus(ranks)
+        return server, self.trainer(f"trainer {side}", module, server.port, ",".join(gpus), ranks)
 
-    # -- measurements
+    def _start(self, name: str, gpus: list[str], **options: Any) -> VllmServer:
+        seats = max(256, *self.args.concurrency)
+        # No request is preempted for lack of cache: its keys and values would be computed anew
+        # without an update.
+        cache = {"max_num_seqs": seats, "cache_gib": 16 * math.ceil(seats / 256)}
+        return self.server(name, self.model, ",".join(gpus), tp=self.args.tp, **cache, **options)
 
-    def _bridge_first(self) -> bool:
-        """Whether our bridge is measured, with the first server."""
-        return not {"bridge", "throughput"}.isdisjoint(self.args.parts)
+    def _steps(self, side: str) -> Path:
+        """Return the file in which a server's engine notes its steps."""
+        return self.work / f"steps-{side}.txt"
 
-    def _module(self) -> str:
-        return "bench.gpu.trainer" if self.args.trainer_ranks == 1 else "bench.gpu.spread_trainer"
+    def _ceiling(self) -> None:
+        args = self.args
+        senders = [str(args.tp)]
+        if args.crossed:
+            senders = crossed_gpus(args.trainer_ranks)
+        gpus, gibibyte = [*senders, *map(str, range(args.tp))], 1 << 30
+        if not self.on_gpu:
+            gpus, gibibyte = ["cpu"] * len(gpus), 1 << 20
+        ask = partial(
+            ceiling.measure, args.shape, gpus, args.output, args.updates, gibibyte=gibibyte
+        )
+        self.results.measure("ceiling", run=partial(ask, pairs=args.crossed))
 
-    def _measure_bridge(self, server: VllmServer, inflight: str, trainer: Worker) -> None:
-        """Our bridge to one server: updates idle and under load (recompute alone), and what
-        generation loses.
-        """
-        args, results = self.args, self.results
-        results.put("trainer", value=trainer.ask("load", timeout=180, spare=True))
-        self.warm_up(server, max(self.args.throughput_concurrency, *self.args.concurrency))
-        for transfer in args.transfers:
-            ask = partial(trainer.ask, "connect", timeout=120, kind="broadcast", transfer=transfer)
-            if results.measure("bridge", transfer, f"connect, {inflight}", run=ask) is None:
-                continue
-            if "bridge" in args.parts and inflight == "recompute":
-                self._measure_updates(server, trainer, transfer)
-            if "throughput" in args.parts:
-                results.measure(
-                    "throughput",
-                    f"{transfer}, {inflight}",
-                    run=partial(self._steady, server, trainer),
-                )
-        trainer.stop()
-
-    def _measure_updates(self, server: VllmServer, trainer: Worker, transfer: str) -> None:
-        count = self.args.updates
-        measure = partial(self.results.measure, "bridge", transfer)
-        measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=count)))
-        measure("check", run=lambda: self.check(trainer))
-        for concurrency in self.args.concurrency:
-            measure(
-                f"load_{concurrency}",
-                run=partial(self.under_load, server, trainer, concurrency, first_steps=True),
-            )
-        measure("check_after_load", run=lambda: self.check(trainer))
-
-    def _measure_engine(self, server: VllmServer, trainer: Worker) -> None:
-        """vLLM's own NCCL weight-transfer engine, with the same model, weights and load."""
-        measure = partial(self.results.measure, "vllm_engine")
-        measure("model", run=lambda: trainer.ask("load", timeout=180, spare=True))
-        self.warm_up(server, max(self.args.throughput_concurrency, *self.args.concurrency))
-        if measure("join", run=lambda: trainer.ask("join", timeout=180)) is None:
+    def _measure_side(self, side: str, server: VllmServer, trainer: Worker) -> None:
+        args, measure = self.args, self.results.measure
+        load = partial(trainer.ask, "load", timeout=180, spare=True)
+        if measure("trainers", side, run=load) is None:
             return
-        measure(
-            "idle",
-            run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)),
-        )
-        measure("check", run=lambda: trainer.ask("check", timeout=ASK_SECONDS))
-        for concurrency in self.args.concurrency:
-            measure(
-                f"load_{concurrency}", run=partial(self.under_load, server, trainer, concurrency)
+        self.warm_up(server, max(args.throughput_concurrency, *args.concurrency))
+        if side == "engine":
+            if measure("vllm_engine", "join", run=partial(trainer.ask, "join", timeout=180)):
+                check = partial(Worker.ask, command="check", timeout=ASK_SECONDS)
+                self.updates(server, trainer, "vllm_engine", check=check)
+            return
+        for transfer in args.transfers:
+            ask = partial(
+                trainer.ask, "connect", timeout=ASK_SECONDS, kind="broadcast", transfer=transfer
             )
-        trainer.stop()
+            if measure("bridge", transfer, f"connect, {side}", run=ask) is None:
+                continue
+            update = partial(self.updates, server, trainer, first_steps=True, check=self.check)
+            if "bridge" in args.parts and side == "recompute":
+                update("bridge", transfer)
+            if "clients" in args.parts:
+                update("clients", side, transfer, steps=self._steps(side))
+            if "throughput" in args.parts:
+                steady = partial(self._steady, server, trainer)
+                measure("throughput", f"{transfer}, {side}", run=steady)
 
     def _steady(self, server: VllmServer, trainer: Worker) -> dict[str, Any]:
-        """Tokens per second with and without an update every so often, in turn."""
+        """Count tokens per second with and without an update every so often, in turn."""
         args = self.args
         rows: list[dict[str, Any]] = []
 
@@ -218,9 +231,8 @@ class Benchmark(LoadedSitting):
             def work() -> None:
                 ends = time.monotonic() + args.update_every
                 if updates:
-                    rows.extend(
-                        trainer.ask("sync", timeout=args.update_every + ASK_SECONDS, count=1)
-                    )
+                    limit = args.update_every + ASK_SECONDS
+                    rows.extend(trainer.ask("sync", timeout=limit, count=1))
                 time.sleep(max(0.0, ends - time.monotonic()))
 
             return tokens_per_second(server, work)[0]
@@ -229,33 +241,336 @@ class Benchmark(LoadedSitting):
         method = f"{pairs} pairs of neighbouring spells of {args.update_every:g} s, with and without an update"
         self.results.put("method", value=method)
         with self.loaded(server, args.throughput_concurrency, 2 * args.ramp) as seen:
-            found = summary_of_pairs(alternate(spell, pairs))
+            rates = summary_of_pairs(alternate(spell, pairs))
         halts = find_halts(seen["streams"], [(row["start"], row["end"]) for row in rows])
         return {
             "concurrency": args.throughput_concurrency,
             "seconds_between_updates": args.update_every,
-            **found,
+            **rates,
             **halts.to_json(),
             "halted_ms": figures(rows)["halted_ms"],
             "request_failures": seen["failures"],
         }
 
+    # -- several servers
+
+    def _own_gpus(self) -> None:
+        """Update 1, 2, … vLLM servers, each on a GPU of its own, by a trainer on the first GPU;
+        then by vLLM's engine.
+        """
+        args, most, gpus = self.args, max(self.args.servers), torch.cuda.device_count()
+        if most >= gpus:
+            raise BenchError(
+                f"--servers {most} needs {most + 1} GPUs, one for the trainer and one for each server: {gpus} are here"
+            )
+        measure = partial(self.results.measure, "servers", args.shape)
+        servers = self._started_on_own_gpus(most)
+        trainer = self.trainer("trainer of several", "bench.gpu.trainer", servers[0].port)
+        self.results.put("seconds_to_ready", value=self.ready(*servers))
+        self._warm_up_all(servers)
+        if measure("trainer", run=partial(trainer.ask, "load", timeout=180, spare=True)):
+            for transfer in args.transfers:
+                for count in args.servers:
+                    ports = [server.port for server in servers[:count]]
+                    how = {"kind": "broadcast", "transfer": transfer, "ports": ports}
+                    connect = partial(trainer.ask, "connect", timeout=ASK_SECONDS, **how)
+                    self._several(servers[:count], trainer, transfer, connect)
+        for process in (trainer, *servers):
+            process.stop()
+
+        servers = self._started_on_own_gpus(most, **OWN_ENGINE)
+        self.ready(*servers)
+        self._warm_up_all(servers)
+        own = "vLLM's own engine"
+        # Each number has a trainer of its own: a group is met once.
+        for count in reversed(args.servers):
+            port, *more = (server.port for server in servers[:count])
+            trainer = self.trainer(f"trainer of {own} {count}", NCCL_TRAINER, port)
+            load = partial(trainer.ask, "load", timeout=180, spare=True)
+            if measure(own, str(count), "trainer", run=load):
+                join = partial(trainer.ask, "join", timeout=ASK_SECONDS, others=more)
+                self._several(servers[:count], trainer, own, join)
+            trainer.stop()
+
+    def _started_on_own_gpus(self, count: int, **options: Any) -> list[VllmServer]:
+        kind = "own engine " * bool(options)
+        return [
+            self._start(f"vllm {kind}{number}", [str(number)], **options)
+            for number in range(1, count + 1)
+        ]
+
+    def _several(
+        self, servers: list[VllmServer], trainer: Worker, way: str, connect: Callable[[], Any]
+    ) -> None:
+        """Update these servers, idle and with requests in flight at each, and check all of them."""
+        place = ("servers", self.args.shape, way, str(len(servers)))
+        if self.results.measure(*place, "connect", run=connect) is not None:
+            with self._loaded_too(servers[1:], max(self.args.concurrency)):
+                self.updates(servers[0], trainer, *place)
+            self.results.measure(*place, "check", run=partial(self._checked, servers, trainer))
+
+    def _checked(self, servers: list[VllmServer], trainer: Worker) -> dict[str, Any]:
+        """Raise BenchError unless every server samples what the trainer's weights say."""
+        rows = [
+            trainer.ask("check", timeout=ASK_SECONDS, seed=1, port=server.port)
+            for server in servers
+        ]
+        if not all(row["new_not_old"] and row.get("checksums_equal", True) for row in rows):
+            raise BenchError(f"not all servers hold the weights that were sent: {rows}")
+        difference = max(row["mean_logprob_difference_to_new_weights"] for row in rows)
+        return {"servers": len(rows), "largest_difference": difference}
+
+    def _warm_up_all(self, servers: list[VllmServer]) -> None:
+        with self._loaded_too(servers[1:], max(self.args.concurrency)):
+            self.warm_up(servers[0], max(self.args.concurrency))
+
+    @contextmanager
+    def _loaded_too(self, servers: list[VllmServer], concurrency: int) -> Iterator[None]:
+        """Keep requests in flight at each of these, too."""
+        with ExitStack() as loads:
+            for number, server in enumerate(servers):
+                if number == len(self.more_loads):
+                    load = self.worker(f"load {number + 2}", "bench.gpu.load", gpus="")
+                    self.more_loads.append(load)
+                loads.enter_context(self.loaded(server, concurrency, 0.0, self.more_loads[number]))
+            yield
+
+    def _light(self, shape: str) -> None:
+        """Update 1, 2, 4, … light servers by one trainer."""
+        fleet = LightFleet(shape, self.args.output, TRAINER_TIMEOUT)
+        self.stack.callback(fleet.stop)
+        ports = [
+            fleet.start(self.work / f"light-{shape}-{number}")
+            for number in range(max(self.args.servers))
+        ]
+        arguments = trainer_arguments(shape, ports[0], self.args.device, TRAINER_TIMEOUT)
+        trainer = self.worker(f"trainer of {shape}", "bench.gpu.trainer", arguments)
+        measure = partial(self.results.measure, "servers", shape)
+        measure("trainer", run=partial(trainer.ask, "load", timeout=180, spare=True))
+        sync = partial(trainer.ask, "sync", timeout=ASK_SECONDS, count=self.args.updates)
+        for transfer in self.args.transfers:
+            for count in self.args.servers:
+                how = {"kind": "broadcast", "transfer": transfer, "ports": ports[:count]}
+                connect = partial(trainer.ask, "connect", timeout=ASK_SECONDS, **how)
+                if measure(transfer, str(count), "connect", run=connect) is not None:
+                    measure(transfer, str(count), "idle", run=lambda: figures(sync()))
+        trainer.stop()
+        fleet.stop()
+
+    # -- LoRA adapters
+
+    def _lora(self) -> None:
+        """Write the base model, start the server on it, and exchange adapters."""
+        results, trainer = self.results, self.trainer("trainer lora", "bench.gpu.lora_trainer", 1)
+        base = str(self.work / "base")
+        results.put("adapter", value=trainer.ask("save_base", timeout=180, folder=base))
+        flags = ("--enable-lora", "--max-lora-rank", "16")
+        options: dict[str, Any] = {"shared": False, "load_format": "auto", "flags": flags}
+        server = self.server("vllm lora", Path(base), **options)
+        results.put("seconds_to_ready", value=self.ready(server)["vllm lora"])
+        how = {"port": server.port, "base_model": base, "folder": str(self.work / "adapters")}
+        connect = partial(trainer.ask, "connect_lora", timeout=120, **how)
+        if results.measure("connect", run=connect) is None:
+            return
+        self.warm_up(server, max(self.args.concurrency))
+        trainer.ask("sync", timeout=ASK_SECONDS, count=3)
+
+        def first_tokens() -> dict[str, float]:
+            return spread_ms(trainer.ask("first_tokens", 60, count=20)["all"])
+
+        def first_tokens_loaded(concurrency: int) -> dict[str, float]:
+            with self.loaded(server, concurrency, self.args.ramp):
+                return first_tokens()
+
+        results.measure("first_token_without_swaps", run=first_tokens)
+        self.updates(server, trainer, summarise=swap_figures, check=check_adapter)
+        for concurrency in self.args.concurrency:
+            usual = partial(first_tokens_loaded, concurrency)
+            results.measure(f"first_token_without_swaps, load_{concurrency}", run=usual)
+        status = server.get("/lora/status")
+        results.put("lora_status", value={key: status[key] for key in LORA_STATUS})
+
+
+class SingleCopy:
+    """Proofs that there is one copy, and its pauses, in an order that a reader can follow."""
+
+    def __init__(self, sitting: Benchmark) -> None:
+        self.sitting, self.tp, self.results = sitting, sitting.args.tp, sitting.results
+        gpus = ",".join(map(str, range(self.tp)))
+        self.server = sitting.server("vllm single copy", sitting.model, gpus, tp=self.tp)
+        module, flags = "bench.gpu.trainer", ()
+        if self.tp > 1:
+            module, flags = "bench.gpu.spread_trainer", ("--split",)
+        port = self.server.port
+        self.trainer = sitting.trainer("trainer single copy", module, port, gpus, self.tp, *flags)
+
+    def measure(self) -> None:
+        """Measure everything."""
+        measure, args, trainer = self.results.measure, self.sitting.args, self.trainer
+        ready = self.sitting.ready(self.server)
+        self.results.put("seconds_to_ready", value=ready["vllm single copy"])
+        if measure("one_copy", run=self._one_copy) is None:
+            return
+        measure("read_on_the_other_side", run=self._write_here_read_there)
+        update = partial(
+            self.sitting.updates, self.server, trainer, summarise=pause_figures, first_steps=True
+        )
+        update(check=self.sitting.check)
+        if self.tp > 1:
+            # Masters and moments of a model that needs several GPUs would not fit beside two sets
+            # of weights.
+            return
+        command = "sync_with_optimizer"
+        measure("optimizer, idle", run=partial(self._optimizer, command))
+        for concurrency in args.concurrency:
+            loaded = partial(
+                self.sitting.under_load, self.server, trainer, concurrency, command,
+                summarise=pause_figures, first_steps=True,
+            )  # fmt: skip
+            measure(f"optimizer, load_{concurrency}", run=loaded)
+
+    def _one_copy(self) -> dict[str, Any]:
+        """Load, join, and account for the (first) GPU's memory: joining must give back what loading
+        took.
+        """
+        trainer, on_gpu = self.trainer, self.sitting.on_gpu
+        before = trainer.ask("memory", timeout=60)
+        loaded = trainer.ask("load", timeout=180, optimizer=self.tp == 1)
+        with_own_copy = trainer.ask("memory", timeout=60)
+        connected = trainer.ask("connect", timeout=180, kind="single_copy")
+        joined = trainer.ask("memory", timeout=60)
+        moved = connected["first_update"]["bytes_moved"]
+        # The optimizer's masters and the two sets to write from stay; the model's own copy goes.
+        freed, size = (
+            with_own_copy["gpu_bytes_used"] - joined["gpu_bytes_used"],
+            loaded["model_bytes"] // self.tp,
+        )
+        if moved:
+            raise BenchError(f"an update of a single copy moved {moved} bytes")
+        if on_gpu and freed < (1 - ONE_COPY_SHARE) * size:
+            raise BenchError(
+                f"joining freed {freed} bytes of the {size} that the trainer's own copy took"
+            )
+        memory = {"before_loading": before, "model_loaded": with_own_copy, "joined": joined}
+        return {
+            "params_mapped": connected["params_mapped"],
+            "params_total": connected["params_total"],
+            "model_bytes": size,
+            "bytes_moved_by_an_update": moved,
+            "gpu_bytes_used": memory,
+            "gpu_bytes_freed_by_joining": freed,
+        }
+
+    def _write_here_read_there(self) -> dict[str, Any]:
+        """Write zeros into the last norm, without a message to the server: every token must become
+        equally likely.
+        """
+        trainer, server = self.trainer, self.server
+        trainer.ask("sync", timeout=ASK_SECONDS, count=1)
+        _, before = server.greedy([5, 6, 7], max_tokens=1)
+        vocab = trainer.ask("flatten_head", timeout=30)["vocab"]
+        try:
+            _, flat = server.greedy([8, 9, 10], max_tokens=1)
+        finally:
+            trainer.ask("flatten_head", timeout=30, undo=True)
+        _, again = server.greedy([11, 6, 7], max_tokens=1)
+        even = -math.log(vocab)
+        seen = {
+            "before": before[0],
+            "zeroed": flat[0],
+            "expected_when_zeroed": even,
+            "restored": again[0],
+        }
+        nearest = min(abs(values[0] - even) for values in (before, again))
+        if abs(flat[0] - even) > 0.01 or nearest < 0.1:
+            raise BenchError(f"vLLM does not read what the trainer writes: {seen}")
+        return seen
+
+    def _optimizer(self, command: str) -> dict[str, Any]:
+        updates = self.sitting.args.updates
+        rows = self.trainer.ask(command, timeout=ASK_SECONDS, count=updates)
+        return {**pause_figures(rows), "loss": [row["loss"] for row in rows]}
+
+
+def check_adapter(trainer: Worker) -> dict[str, Any]:
+    """Raise BenchError unless the server samples with the adapter that was sent last."""
+    seen: dict[str, Any] = trainer.ask("check_adapter", timeout=ASK_SECONDS)
+    if not (seen["new_not_old"] and seen["weight_versions"] == [seen["sent"]]):
+        raise BenchError(f"the server does not sample with the adapter that was sent: {seen}")
+    return seen
+
+
+def pause_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return figures of updates, and how much longer than the write itself the engine stood still.
+
+    Its end is the answer to resume (`pause_beyond_write_ms`) and, with requests in flight, also the
+    first step of the worker (`stalled_beyond_write_ms`), which may come before that answer.
+    """
+    shown = figures(rows)
+    shown["write_ms"] = spread_ms([row["write"] for row in rows])
+    for name, end in (("pause", "halted"), ("stalled", "stalled")):
+        beyond = [row["server"][end] - row["write"] for row in rows if end in row["server"]]
+        if beyond:
+            shown[f"{name}_beyond_write_ms"] = spread_ms(beyond)
+    if "optimizer_step" in rows[0]:
+        shown["optimizer_step_ms"] = spread_ms([row["optimizer_step"] for row in rows])
+        whole = [
+            row["forward_backward"] + row["optimizer_step"] + row["end"] - row["start"]
+            for row in rows
+        ]
+        shown["median_seconds_per_training_step"] = round(statistics.median(whole), 4)
+    return shown
+
+
+def swap_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return milliseconds of exchanges from the trainer's call to the answer, by phase on both
+    sides, and of the next first token.
+    """
+    return {
+        "swaps": len(rows),
+        "adapter_bytes": rows[0]["bytes_moved"],
+        "swap_ms": spread_ms([row["end"] - row["start"] for row in rows]),
+        "request_to_served_ms": spread_ms([row["seconds"]["load"] for row in rows]),
+        "phases_ms": spread_by_phase([row["seconds"] for row in rows]),
+        "server_ms": spread_by_phase([row["server"] for row in rows]),
+        "first_token_after_swap_ms": spread_ms([row["first_token"] for row in rows]),
+    }
+
+
+def times_one(rows: dict[str, Any], condition: str = "idle") -> dict[str, float]:
+    """Return the median time of an update of N servers over that of one, by N.
+
+    Args:
+        rows: those of one shape and transfer, by the number of servers.
+        condition: idle, or under which load.
+    """
+    medians = {
+        number: row[condition]["whole_update_ms"]["median"]
+        for number, row in rows.items()
+        if "whole_update_ms" in row.get(condition, {})
+    }
+    if "1" not in medians:
+        return {}
+    return {number: round(median / medians["1"], 2) for number, median in medians.items()}
+
 
 UPDATE_COLUMNS = {
-    "updates": "updates",
-    "the trainer waits: median ms": "whole_update_ms/median",
-    "max": "whole_update_ms/max",
-    "gap at an update: median ms": "largest_gap_per_update_ms/median",
-    "max ": "largest_gap_per_update_ms/max",
+    "longest gap between two tokens at a client, per update: median ms": (
+        "largest_gap_per_update_ms/median"
+    ),
+    "max": "largest_gap_per_update_ms/max",
     "usual gap ms": "usual_gap_ms/median",
+    "the trainer waits: median ms": "whole_update_ms/median",
+    "max ": "whole_update_ms/max",
+    "times one server": "times_one",
     "halted: median ms": "halted_ms/median",
     "max  ": "halted_ms/max",
     "to the first step ms": "stalled_ms/median",
+    "pause beyond the write ms": "pause_beyond_write_ms/median",
     "first byte to verified: median ms": "first_byte_to_verified_ms/median",
-    "p90": "first_byte_to_verified_ms/p90",
-    "max   ": "first_byte_to_verified_ms/max",
     "GB/s": "gb_per_s",
-    "the bytes alone: ms": "phases_ms/transfer/median",
+    "tokens computed anew": "computed_anew/tokens",
+    "updates": "updates",
 }
 THROUGHPUT_COLUMNS = {
     "pairs": "pairs",
@@ -266,55 +581,83 @@ THROUGHPUT_COLUMNS = {
     "usual gap ms": "usual_gap_ms/median",
     "gap at an update ms": "largest_gap_per_update_ms/median",
 }
+SWAP_COLUMNS = {
+    "swaps": "swaps",
+    "swap: median ms": "swap_ms/median",
+    "p90": "swap_ms/p90",
+    "max": "swap_ms/max",
+    "request to served ms": "request_to_served_ms/median",
+    "first token after ms": "first_token_after_swap_ms/median",
+    "usual gap ms": "usual_gap_ms/median",
+    "gap at a swap ms": "largest_gap_per_update_ms/median",
+}
 
 
 def report(data: dict[str, Any]) -> str:
     """Format the tables of a results file."""
-    ceilings = data.get("ceiling") or {}
-    lines = [
-        f"{data.get('shape')}, {data.get('model_bytes', 0) / 1e9:.2f} GB, vLLM on {data.get('tensor_parallel_size')} rank(s)"
-    ]
-    for name, row in (ceilings.get("patterns") or {}).items():
+    lines = [f"{data.get('shape')}, {data.get('model_bytes', 0) / 1e9:.2f} GB"]
+    ceilings = data.get("ceiling", {})
+    for name, row in ceilings.get("patterns", {}).items():
         rate = f"{row['gb_per_s']} GB/s, {row['ms']['median']:.2f} ms"
         lines.append(f"  {ceilings['backend']} {name}: {rate}")
     sides = {f"bridge, {name}": part for name, part in data.get("bridge", {}).items()}
-    if "vllm_engine" in data:
-        sides["vLLM's engine"] = data["vllm_engine"]
-    lines += result_table(updates_of(sides), UPDATE_COLUMNS)
-    for side, part in sides.items():
-        lines += _details(side, part)
-    steady = data.get("throughput", {})
-    return "\n".join([*lines, *result_table(steady, THROUGHPUT_COLUMNS, "generation")])
+    for side, by_transfer in data.get("clients", {}).items():
+        sides |= {f"clients, {side}, {way}": row for way, row in by_transfer.items()}
+    sides["vLLM's engine"] = data.get("vllm_engine", {})
+    rows = dict(updates_of(sides))
+    for shape, by_transfer in data.get("servers", {}).items():
+        for transfer, by_number in by_transfer.items():
+            if transfer != "trainer":
+                rows |= rows_of_servers(f"{shape}, {transfer}", by_number)
+    rows |= updates_of({"single copy": data})
+    lines += result_table(rows, UPDATE_COLUMNS)
+    lines += result_table(data.get("throughput", {}), THROUGHPUT_COLUMNS)
+    swaps = {name: row for name, row in data.items() if "swap_ms" in as_dict(row)}
+    lines += result_table(swaps, SWAP_COLUMNS)
+    usual = {name: row for name, row in data.items() if name.startswith("first_token")}
+    lines += result_table(usual, {"median ms": "median", "p90": "p90", "max": "max"})
+    for label, row in {**rows, **swaps}.items():
+        if label.endswith("idle"):
+            lines += phases_line(f"{label}, trainer", row.get("phases_ms", {}))
+            lines += phases_line(f"{label}, server", row.get("server_ms", {}))
+    return "\n".join(lines)
 
 
-def _details(side: str, part: dict[str, Any]) -> list[str]:
-    """Return the lines on one side's phases, check and mapping."""
-    idle, check = part.get("idle", {}), part.get("check", {})
-    lines = phases_line(f"{side}, idle", idle.get("phases_ms", {}))
-    lines += phases_line(f"{side}, idle, server", idle.get("server_ms", {}))
-    if "mean_logprob_difference_to_new_weights" in check:
-        lines.append(
-            f"  logprobs differ by {check['mean_logprob_difference_to_new_weights']:.3f} from the new weights' and "
-            f"{check['mean_logprob_difference_to_old_weights']:.3f} from the old ones'; checksums equal: "
-            f"{check.get('checksums_equal', 'not known')}"
-        )
-    for name, row in part.items():
-        if name.startswith("connect") and "params_mapped" in row:
-            lines.append(f"  mapped {row['params_mapped']}/{row['params_total']} parameters")
-            break
-    return lines
+def as_dict(value: Any) -> dict[str, Any]:
+    """Return the value if it is a dictionary, else an empty one."""
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--name": {"help": "of the results file, without .json"},
+def rows_of_servers(title: str, by_number: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the results of updates, each with its ratio to that of one server."""
+    rows = {}
+    for number, part in by_number.items():
+        for label, row in updates_of({f"{title}, {number} servers": part}).items():
+            ratios = times_one(by_number, label.rpartition(", ")[2])
+            rows[label] = {**row, "times_one": ratios.get(number)}
+    return rows
+
+
+OPTIONS: Options = {
     "--tp": {"type": int, "default": 1, "help": "vLLM's tensor-parallel degree"},
     "--trainer-ranks": {
         "type": int,
         "default": 1,
         "help": "processes of the trainer (torchrun, FSDP2)",
     },
-    "--parts": {"nargs": "+", "choices": PARTS, "default": list(PARTS)},
+    "--crossed": {
+        "action": "store_true",
+        "help": "each rank of the trainer on the GPU of one of vLLM's that another sends to",
+    },
+    "--parts": {"nargs": "+", "choices": PARTS, "default": DEFAULT_PARTS},
     "--transfers": {"nargs": "+", "default": ["direct", "overlapped"]},
+    "--servers": {
+        "type": int,
+        "nargs": "+",
+        "help": "how many; by default 1, 2, 4, 8, or one for each GPU but one",
+    },
     "--throughput-seconds": {
         "type": float,
         "default": 30.0,
@@ -330,29 +673,34 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(__doc__, "qwen3-1.7b")
-    add_options(parser, OPTIONS)
-    crossed = "each rank of the trainer on the GPU of one of vLLM's that another sends to"
-    parser.add_argument("--crossed", action="store_true", help=crossed)
-    add_load(parser, [64, 256], 0.5)
+    common = common_options("", "qwen3-1.7b")
+    name = {"--name": {"help": "of the results file, without .json"}}
+    parser = command_line(__doc__, common | name | OPTIONS | load_options([64, 256]))
     args = parser.parse_args(arguments)
+    parts = set(args.parts)
     if args.crossed and (
-        args.tp < 2
-        or args.trainer_ranks != args.tp
-        or not {"ceiling", "bridge"}.issuperset(args.parts)
+        args.tp < 2 or args.trainer_ranks != args.tp or not {"ceiling", "bridge"} >= parts
     ):
         parser.error(
             "--crossed needs --tp 2 or more, as many --trainer-ranks, and --parts ceiling bridge (or one of them)"
         )
+    if len(parts) > 1 and parts & OWN_FILES.keys():
+        parser.error(f"--parts {' '.join(args.parts)}: give single_copy or lora alone")
+    gpus = 0
+    if args.device == "cuda":
+        gpus = torch.cuda.device_count()
+    args.servers = args.servers or list(range(1, gpus)) or [1, 2, 4, 8]
     if args.tiny:
+        args.servers = [count for count in args.servers if count <= 2]
         args.throughput_concurrency, args.update_every = 4, 1.0
         args.throughput_seconds = min(args.throughput_seconds, 2.0)
-    return shrink_if_tiny(args)
+    shrink_if_tiny(args)
+    args.name = args.name or OWN_FILES.get(args.parts[0]) or f"weight_sync_{args.shape}"
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack), report)
+    return run_and_report(parse(arguments), Benchmark, report)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 
-from bench.command_line import add_options
 from bench.gpu.machine import describe
 from bench.gpu.processes import (
     BenchError,
@@ -53,6 +52,7 @@ from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import gaps_of, table
 from bench.gpu.training_stack import Row, RowsAsTheyCome, TrainingStack, answers, wait_for_end
 from bench.gpu.vllm_server import ServerOptions, VllmServer
+from bench.measured import Options, command_line
 from example_trainer.launcher import roles
 
 PARTS = ("ours", "trl", "deterministic")
@@ -431,7 +431,7 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join([table(heads, rows), *notes])
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--output": {"type": Path, "required": True, "help": "folder of whole_run.json and the logs"},
     "--parts": {"nargs": "+", "choices": PARTS, "default": ["ours", "trl"]},
     "--shape": {"choices": SHAPES, "default": "qwen3-1.7b"},
@@ -461,25 +461,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--training-seconds": {"type": float, "default": 240.0, "help": "time limit of each training"},
     "--seconds": {"type": float, "default": inf, "help": "time limit of everything"},
     "--dry-run": {"action": "store_true", "help": "starter model, few and short answers, no GPU"},
+    "--questions": {
+        "type": Path,
+        "default": ROOT.parent / "shared" / "gsm8k" / "train.jsonl",
+        "help": "GSM8K's training questions, JSON lines",
+    },
+    "--cache-gib": {
+        "type": int,
+        "default": 34,
+        "help": "keys and values of each server; all are on one GPU, and one computes while the others wait",
+    },
+    "--trl-token-budget": {
+        "type": int,
+        "default": 16384,
+        "help": "tokens of a pass of TRL's; a smaller one takes less memory, in more passes (default: %(default)s)",
+    },
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser, OPTIONS)
-    questions = ROOT.parent / "shared" / "gsm8k" / "train.jsonl"
-    parser.add_argument(
-        "--questions", type=Path, default=questions, help="GSM8K's training questions, JSON lines"
-    )
-    kept = (
-        "keys and values of each server; all are on one GPU, and one computes while the others wait"
-    )
-    parser.add_argument("--cache-gib", type=int, default=34, help=kept)
-    few = "tokens of a pass of TRL's; a smaller one takes less of the GPU's memory, in more passes (default: %(default)s)"
-    parser.add_argument("--trl-token-budget", type=int, default=16384, help=few)
-    args = parser.parse_args(arguments)
+    args = command_line(__doc__, OPTIONS).parse_args(arguments)
     if args.dry_run:
         small = {
             "shape": "tiny",
@@ -491,8 +492,7 @@ def main(arguments: list[str] | None = None) -> int:
             "cap": 24,
         }
         vars(args).update(small)
-    args.output = args.output.resolve()
-    return run_and_report(args.output, partial(WholeRun, args), report)
+    return run_and_report(args, WholeRun, report)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,8 @@ import subprocess
 import time
 from typing import Any
 
-from bench.command_line import add_options
 from bench.gpu.machine import describe
-from bench.measured import measured, put_into
+from bench.measured import Options, command_line, measured, put_into
 from example_trainer.launcher.starter_models import MODELS, STEPS
 
 FILES = {"arithmetic": "quick_starts", "calculator": "calculator"}
@@ -196,7 +195,7 @@ def measure(run: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--output": {"type": Path, "required": True, "help": "folder for the runs and their logs"},
     "--into": {
         "type": Path,
@@ -215,20 +214,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "optimizer steps (default: the environment's)",
     },
     "--seconds": {"type": float, "default": 1800.0, "help": "longest time of a run"},
+    "--runs": {
+        "nargs": "+",
+        "type": run_name,
+        "help": "seeds; '0 flat': learning rate 0; '0 #2': again",
+    },
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, OPTIONS)
-    parser.add_argument(
-        "--runs",
-        nargs="+",
-        type=run_name,
-        default=None,
-        help="seeds; '0 flat': learning rate 0; '0 #2': again",
-    )
-    args = parser.parse_args(arguments)
+    args = command_line(__doc__, OPTIONS).parse_args(arguments)
     args.output = args.output.absolute()
     args.model = (args.model or MODELS[args.environment]).absolute()
     args.steps = args.steps or STEPS[args.environment]

@@ -56,8 +56,8 @@ run() {
 }
 case $kind in
   1)
-    run 270 single_copy bench/single_copy.py
-    run 250 lora_swap bench/lora_swap.py
+    run 270 single_copy bench/weight_sync.py --parts single_copy --concurrency 64
+    run 250 lora_swap bench/weight_sync.py --parts lora --concurrency 64 --interval 2
     ;;
   2) run 520 weight_sync bench/weight_sync.py --parts ceiling bridge engine ;;
   compare)
@@ -71,7 +71,8 @@ case $kind in
   2-faults) run 530 bridge_faults tests/gpu/check_bridge_faults.py --only layout port second nan trainer stop ;;
   2-restarts) run 530 bridge_restarts tests/gpu/check_bridge_faults.py --only worker restart --name bridge_restarts ;;
   2-14b)
-    run 250 single_copy_14b bench/single_copy.py --shape qwen2.5-14b --tp 2 --name single_copy_qwen2.5-14b
+    run 250 single_copy_14b bench/weight_sync.py --parts single_copy --concurrency 64 --shape qwen2.5-14b --tp 2 \
+      --name single_copy_qwen2.5-14b
     # Direct alone: what an overlapped transfer stages would leave no room for the trainer of vLLM's engine on the same GPU.
     run 270 weight_sync_14b_one_rank bench/weight_sync.py --shape qwen2.5-14b --parts ceiling bridge engine --transfers direct \
       --concurrency 64 --name weight_sync_qwen2.5-14b_one_rank
@@ -82,11 +83,12 @@ case $kind in
     run 190 bridge_faults_tp2 tests/gpu/check_bridge_faults.py --tp 2 --only late --crossed --name bridge_faults_tp2
     ;;
   fleet-2)
-    run 340 fleet bench/fleet.py --parts clients engine --interval 0.3
+    run 340 fleet bench/weight_sync.py --parts clients engine --concurrency 256 512 --interval 0.3 --name fleet
     run 200 fleet_14b_crossed bench/weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed --parts ceiling bridge \
       --concurrency 64 --interval 0.3 --name fleet_14b_crossed
     ;;
-  fleet-4) run 540 fleet_servers bench/fleet.py --parts servers --updates 12 --interval 0.3 --concurrency 64 --name fleet_servers_gpu ;;
+  fleet-4) run 540 fleet_servers bench/weight_sync.py --parts servers --updates 12 --interval 0.3 --concurrency 64 \
+    --name fleet_servers_gpu ;;
   4) run 520 weight_sync_14b bench/weight_sync.py --shape qwen2.5-14b --tp 2 --parts ceiling bridge engine --concurrency 64 ;;
   4-ranks)
     run 400 weight_sync_14b_ranks bench/weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --parts bridge \
@@ -172,9 +174,12 @@ case $kind in
     done
     ;;
   cpu)
-    for script in bench/weight_sync bench/single_copy bench/lora_swap tests/gpu/check_bridge_faults bench/fleet; do
-      run 600 "$(basename "$script")" "$script.py" --device cpu --tiny
+    run 600 weight_sync bench/weight_sync.py --device cpu --tiny --parts ceiling bridge throughput
+    run 600 fleet bench/weight_sync.py --device cpu --tiny --parts clients servers --name fleet
+    for part in single_copy lora; do
+      run 600 "$part" bench/weight_sync.py --device cpu --tiny --parts "$part"
     done
+    run 600 bridge_faults tests/gpu/check_bridge_faults.py --device cpu --tiny
     ;;
   *)
     echo "run_all: no kind '$kind'; see the head of $0" >&2

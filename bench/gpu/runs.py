@@ -1,5 +1,5 @@
-"""What benchmarks do alike: command lines, processes that end with them, results that survive a
-failure, updates under load.
+"""The common harness of benchmarks: options, processes that end with the run, results that survive
+a failure, updates under load.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import find_halts, gigabytes_per_second, spread_by_phase, spread_ms
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
-from bench.measured import measured
+from bench.measured import Options, measured, put_into
 
 ASK_SECONDS = 120.0
 TRAINER_TIMEOUT = 60.0
@@ -73,7 +74,7 @@ class Results:
 
 
 class Benchmark(Protocol):
-    """What `run_and_report` needs: `run` measures and puts what it finds into `results`."""
+    """The part of a benchmark that `run_and_report` needs. `run` puts its figures into `results`."""
 
     results: Results
 
@@ -81,22 +82,26 @@ class Benchmark(Protocol):
 
 
 def run_and_report(
-    output: Path,
-    make: Callable[[Path, ExitStack], Benchmark],
+    args: argparse.Namespace,
+    make: Callable[[argparse.Namespace, Path, ExitStack], Benchmark],
     report: Callable[[dict[str, Any]], str],
+    section: str = "",
 ) -> int:
-    """Run a benchmark, print its tables and what failed, also when it is cut short. Returns the
-    exit status.
+    """Run a benchmark, print its tables and failures, also when it is cut short.
+
+    Returns the exit status.
 
     Args:
-        output: folder for the results and the logs.
-        make: given a folder for files that are not kept, and a stack that ends what the benchmark
-            has started.
+        args: `output` is the folder for the results and the logs. `into` is a results file of
+            several scripts, which gets the figures under `section` if nothing failed.
+        make: takes the arguments, a temporary folder, and a stack that ends the processes of the
+            benchmark.
         report: makes tables of the results' data.
     """
-    output.mkdir(parents=True, exist_ok=True)
+    args.output = args.output.resolve()
+    args.output.mkdir(parents=True, exist_ok=True)
     with ended_by_sigterm(), tempfile.TemporaryDirectory() as work, ExitStack() as stack:
-        benchmark = make(Path(work), stack)
+        benchmark = make(args, Path(work), stack)
         try:
             benchmark.run()
         except BenchError as error:
@@ -105,7 +110,13 @@ def run_and_report(
             print(report(benchmark.results.data))
     for failure in benchmark.results.failures:
         print(f"FAILED  {failure}")
+    if section and args.into and not benchmark.results.failures:
+        put_into(args.into, section, benchmark.results.data)
     return int(bool(benchmark.results.failures))
+
+
+Summary = Callable[[list[dict[str, Any]]], dict[str, Any]]
+"""Makes figures of a list of updates."""
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -131,64 +142,50 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def command_line(doc: str, shape: str = "", name: str = "") -> argparse.ArgumentParser:
-    """What the command lines of benchmarks have in common.
+INTO: Options = {
+    "--into": {"type": Path, "help": "results file that gets the figures, if nothing failed"}
+}
+
+
+def common_options(name: str, shape: str = "") -> Options:
+    """Return the options that all benchmarks have.
 
     Args:
-        doc: the script's, shown as help.
+        name: the default of --name; no such option if it is empty.
         shape: the default of --shape, which comes with --tiny; neither if it is empty.
-        name: the default of --name; without it, if it is empty.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder for the results and the logs"
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    if shape:
-        parser.add_argument("--shape", choices=SHAPES, default=shape)
-        parser.add_argument(
-            "--tiny",
-            action="store_true",
-            help="a tiny shape and short measurements, to try the script itself",
-        )
+    options: Options = {
+        "--output": {"type": Path, "required": True, "help": "folder for the results and the logs"},
+        "--device": {"choices": ["cuda", "cpu"], "default": "cuda"},
+    }
     if name:
-        parser.add_argument("--name", default=name, help="of the results file, without .json")
-    return parser
+        options["--name"] = {"default": name, "help": "of the results file, without .json"}
+    if shape:
+        tiny = "a tiny shape and short measurements, to try the script itself"
+        options["--shape"] = {"choices": SHAPES, "default": shape}
+        options["--tiny"] = {"action": "store_true", "help": tiny}
+    return options
 
 
-def add_load(
-    parser: argparse.ArgumentParser,
-    concurrency: list[int],
-    interval: float,
-    count: str = "--updates",
-) -> None:
-    """The options of updates under load; `count` names their number, which is in `updates`."""
-    parser.add_argument(count, dest="updates", type=int, default=20, help="per measurement")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=concurrency)
-    parser.add_argument(
-        "--interval",
-        type=float,
-        default=interval,
-        help="seconds between updates under load (twice that above 64)",
-    )
-    parser.add_argument(
-        "--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's"
-    )
+def load_options(concurrency: list[int], updates: int = 20, interval: float = 0.5) -> Options:
+    """Return the options of updates under load."""
+    pauses = "seconds between updates under load (twice that above 64)"
+    ramp = "seconds from the load's start to the measurement's"
+    return {
+        "--updates": {"type": int, "default": updates, "help": "per measurement"},
+        "--concurrency": {"type": int, "nargs": "+", "default": concurrency},
+        "--interval": {"type": float, "default": interval, "help": pauses},
+        "--ramp": {"type": float, "default": 3.0, "help": ramp},
+    }
 
 
 def shrink_if_tiny(args: argparse.Namespace) -> argparse.Namespace:
-    """The same with what --tiny means."""
+    """Return the arguments with the effect of --tiny."""
     if args.tiny:
         args.shape = "tiny"
         if "ramp" in args:
-            args.concurrency, args.updates, args.interval, args.ramp = (
-                [4],
-                min(args.updates, 3),
-                0.2,
-                0.5,
-            )
+            args.updates = min(args.updates, 3)
+            args.concurrency, args.interval, args.ramp = [4], 0.2, 0.5
     return args
 
 
@@ -196,18 +193,17 @@ class Sitting:
     """One run of a benchmark: its results, and processes that end with it."""
 
     def __init__(
-        self, args: argparse.Namespace, work: Path, stack: ExitStack, name: str, **first: Any
+        self, args: argparse.Namespace, work: Path, stack: ExitStack, **first: Any
     ) -> None:
         """
         Args:
-            args: of `command_line`.
+            args: of `common_options`; `name` is that of the results file.
             work, stack: see run_and_report.
-            name: of the results file.
-            first: what the results begin with.
+            first: the first entries of the results.
         """
         self.args, self.work, self.stack = args, work, stack
         self.on_gpu = args.device == "cuda"
-        self.results = Results(args.output / f"{name}.json", **first)
+        self.results = Results(args.output / f"{args.name}.json", **first)
 
     def describe(self, **facts: Any) -> None:
         """Put the machine and other facts into the results; where processes are started, after
@@ -261,9 +257,11 @@ class Sitting:
 class LoadedSitting(Sitting):
     """A sitting that measures updates of a server while requests are in flight (`add_load`)."""
 
-    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack, name: str) -> None:
-        super().__init__(args, work, stack, name)
-        self.lengths = {"min_tokens": 8, "max_tokens": 24} if args.tiny else {}
+    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
+        super().__init__(args, work, stack)
+        self.lengths = {}
+        if args.tiny:
+            self.lengths = {"min_tokens": 8, "max_tokens": 24}
         self.load = self.worker("load", "bench.gpu.load", gpus="")
 
     @contextmanager
@@ -303,7 +301,7 @@ class LoadedSitting(Sitting):
 
     def under_load(
         self, server: VllmServer, trainer: Worker, concurrency: int, command: str = "sync",
-        summarise: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None, first_steps: bool = False,
+        summarise: Summary | None = None, first_steps: bool = False,
         steps: Path | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Figures of updates while requests are in flight, and how they show in the stream of
@@ -315,10 +313,9 @@ class LoadedSitting(Sitting):
                 it computes anew.
         """
         args = self.args
-        interval = args.interval * (2 if concurrency > 64 else 1)
         options: dict[str, Any] = {"count": args.updates}
         if command == "sync":
-            options["interval"] = interval
+            options["interval"] = args.interval * (1 + (concurrency > 64))
         if first_steps:
             options["loaded"] = True
         with self.loaded(server, concurrency, args.ramp) as seen:
@@ -337,6 +334,29 @@ class LoadedSitting(Sitting):
             }
             found["computed_anew"] = {**middle, "ms": spread_ms([row["seconds"] for row in anew])}
         return {**found, "request_failures": seen["failures"]}
+
+    def updates(
+        self, server: VllmServer, trainer: Worker, *place: str, summarise: Summary | None = None,
+        check: Callable[[Worker], Any] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """Measure updates idle and under each load, and check what the server samples with then.
+
+        Args:
+            place: keys of the results.
+            summarise: makes the figures of updates; by default `figures`.
+            check: raises BenchError if the server has other weights.
+            options: see under_load.
+        """
+        measure, count = partial(self.results.measure, *place), self.args.updates
+        shown = summarise or figures
+        measure("idle", run=lambda: shown(trainer.ask("sync", timeout=ASK_SECONDS, count=count)))
+        if check:
+            measure("check", run=partial(check, trainer))
+        for concurrency in self.args.concurrency:
+            loaded = partial(self.under_load, server, trainer, concurrency, summarise=shown)
+            measure(f"load_{concurrency}", run=partial(loaded, **options))
+        if check:
+            measure("check_after_load", run=partial(check, trainer))
 
     def check(self, trainer: Worker) -> dict[str, Any]:
         """Raise BenchError unless the server samples with the weights that the trainer sent last."""

@@ -38,12 +38,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from bench.command_line import add_options
 from bench.gpu.machine import describe
 from bench.gpu.processes import ended_by_sigterm
 from bench.gpu.runs import Results
 from bench.gpu.summary import table
-from bench.measured import measured
+from bench.measured import Options, command_line, measured
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.child_processes.supervisor import Supervisor
 from studies.bitwise.summary import HEAD, differences, row_of
@@ -217,7 +216,7 @@ def train_all(runs: list[Run], args: argparse.Namespace, results: Results) -> li
     return [outcomes[run.name] for run in runs if run.name in outcomes]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--output": {"type": Path, "required": True},
     "--protocol": {
         "choices": sorted(PROTOCOLS),
@@ -236,15 +235,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": 6 * 3600.0,
         "help": "seconds after which every run is stopped",
     },
+    "rest": {"nargs": "*", "help": "options of simple_rl.py, behind --"},
 }
 
 
 def options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_options(parser, OPTIONS)
-    parser.add_argument("rest", nargs="*", help="options of simple_rl.py, behind --")
-    args = parser.parse_args()
+    args = command_line(__doc__, OPTIONS).parse_args()
     args.lr = args.lr or [PROTOCOLS[args.protocol].lr]
     if args.jobs > 1 and args.device != "cpu" and "--cache-gib" not in args.rest:
         # vLLM takes its share from what is free when it starts, which other starts change at the

@@ -53,18 +53,16 @@ import subprocess
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from bench.command_line import add_options
 from bench.gpu.machine import describe
 from bench.gpu.processes import BenchError, Child, tail
 from bench.gpu.runs import Results, run_and_report
 from bench.gpu.summary import table
 from bench.gpu.training_stack import read_rows
-from bench.measured import measured
+from bench.measured import Options, command_line, measured
 from studies.learning.plan import (
     TINY,
     VARIANTS,
@@ -450,7 +448,7 @@ def report(data: dict[str, Any]) -> str:
     )
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--output": {
         "type": Path,
         "required": True,
@@ -522,18 +520,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--seconds": {"type": float, "default": float("inf"), "help": "time limit of everything"},
     "--list": {"action": "store_true", "help": "name the variants and end"},
+    "rest": {"nargs": "*", "help": "further options of simple_rl.py for all, behind --"},
 }
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser, OPTIONS)
-    parser.add_argument(
-        "rest", nargs="*", help="further options of simple_rl.py for all, behind --"
-    )
-    args = parser.parse_args(arguments)
+    args = command_line(__doc__, OPTIONS).parse_args(arguments)
     if args.tiny:
         small = {
             "groups": 2,
@@ -549,7 +541,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args.seeds = args.seeds or ([0] if args.tiny else [0, 1, 2])
     args.steps = args.steps or (3 if args.tiny else 150)
     args.model = (args.model or (STARTER if args.tiny else Path("model"))).resolve()
-    args.output = args.output.resolve()
     return args
 
 
@@ -559,7 +550,7 @@ def main(arguments: list[str] | None = None) -> int:
         for variant in VARIANTS.values():
             print(f"{variant.name:<22}{variant.label:<36}{shlex.join(variant.flags)}")
         return 0
-    return run_and_report(args.output, partial(Learning, args), report)
+    return run_and_report(args, Learning, report)
 
 
 if __name__ == "__main__":

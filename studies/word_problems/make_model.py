@@ -12,7 +12,6 @@ and training_log.jsonl: plan, versions, loss, and the share solved by steps.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -33,8 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from bench.command_line import add_options
-from bench.measured import measured
+from bench.measured import Options, command_line, measured
 from studies.starter_model.measuring import generate
 from studies.starter_model.tokenizer import save_tokenizer, train_tokenizer
 from studies.starter_model.training import new_model
@@ -268,7 +266,7 @@ def train(
     return model.eval()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--output": {"type": Path, "required": True, "help": "folder to write"},
     "--shape": {"choices": PLANS, "default": "medium"},
     "--device": {"choices": ["cuda", "cpu"], "default": "cuda"},
@@ -290,11 +288,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Make the model, and say how much it solves."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser, OPTIONS)
-    options = parser.parse_args(arguments)
+    options = command_line(__doc__, OPTIONS).parse_args(arguments)
     given = {
         name: getattr(options, name)
         for name in ("seed", "target", "most_steps")

@@ -11,7 +11,6 @@ import pytest
 
 from bench.gpu import ceiling
 from bench.gpu.shapes import shard_shapes
-from bench.weight_sync import parse
 
 pytestmark = pytest.mark.nightly
 
@@ -27,14 +26,3 @@ def test_pairs_send_each_receiver_its_shards(tmp_path: Path) -> None:
     elements = sum(math.prod(shape) for rank in range(2) for shape in shard_shapes("tiny", rank, 2))
     assert patterns["shards_sent_coalesced"]["bytes"] == 4 * elements  # float32 on a CPU
     assert found["model_gb_per_s"] == patterns["shards_sent_coalesced"]["gb_per_s"] > 0
-
-
-@pytest.mark.parametrize(
-    "given", [["--tp", "2"], ["--tp", "2", "--trainer-ranks", "2"], ["--parts", "bridge"]]
-)
-def test_crossed_needs_a_rank_of_the_trainer_for_each_of_the_servers(
-    given: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--output", "x", "--crossed", *given])
-    assert "--crossed needs" in capsys.readouterr().err

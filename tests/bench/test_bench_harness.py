@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bench import lora_swap, single_copy, weight_sync
+from bench import weight_sync
 from bench.gpu.processes import BenchError
 from bench.gpu.runs import LoadedSitting
 from bench.gpu.trainer import BenchTrainer
@@ -32,18 +34,62 @@ class Peer:
 
 @pytest.fixture
 def sitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedSitting:
-    args = single_copy.parse(["--output", str(tmp_path), "--tiny", "--device", "cpu"])
+    args = weight_sync.parse(["--output", str(tmp_path), "--tiny", "--device", "cpu"])
     args.ramp = 0.0
     load = Peer(start={}, stop={"finished": 3, "streams": [[0.0, 1.0, 2.5, 3.0]], "failures": []})
     monkeypatch.setattr(LoadedSitting, "worker", lambda self, name, module, **options: load)
-    return LoadedSitting(args, tmp_path, ExitStack(), "found")
+    return LoadedSitting(args, tmp_path, ExitStack())
 
 
-def test_tiny_means_the_same_for_every_script(tmp_path: Path) -> None:
-    for script in (weight_sync, single_copy, lora_swap):
-        args = script.parse(["--output", str(tmp_path), "--tiny", "--device", "cpu"])
-        assert (args.shape, args.concurrency, args.updates, args.ramp) == ("tiny", [4], 3, 0.5)
-    assert lora_swap.parse(["--output", str(tmp_path), "--swaps", "7"]).updates == 7
+def test_tiny_shrinks_every_part(tmp_path: Path) -> None:
+    args = weight_sync.parse(["--output", str(tmp_path), "--tiny", "--device", "cpu"])
+    assert (args.shape, args.concurrency, args.updates, args.ramp) == ("tiny", [4], 3, 0.5)
+    assert (args.name, args.servers) == ("weight_sync_tiny", [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (["--crossed", "--tp", "2"], "--crossed needs"),
+        (["--crossed", "--tp", "2", "--trainer-ranks", "2"], "--crossed needs"),
+        (["--crossed", "--parts", "bridge"], "--crossed needs"),
+        (["--parts", "lora", "bridge"], "give single_copy or lora alone"),
+    ],
+)
+def test_combinations_that_cannot_run_are_refused(
+    arguments: list[str], pattern: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        weight_sync.parse(["--output", "x", *arguments])
+    assert pattern in capsys.readouterr().err
+
+
+def row(median: float) -> dict[str, Any]:
+    """Return the results of updates, all as long."""
+    spread = {"median": median, "p90": median, "max": median, "n": 3}
+    figures = ("whole_update_ms", "halted_ms", "largest_gap_per_update_ms")
+    return {"idle": {"updates": 3, **dict.fromkeys(figures, spread)}}
+
+
+@given(st.dictionaries(st.sampled_from(["2", "4", "8"]), st.floats(1.0, 1e4)), st.floats(1.0, 1e4))
+def test_every_number_of_servers_is_set_against_one(others: dict[str, float], one: float) -> None:
+    rows = {number: row(median) for number, median in others.items()}
+    assert weight_sync.times_one(rows) == {}
+    ratios = weight_sync.times_one({"1": row(one), **rows})
+    assert ratios["1"] == 1.0
+    assert ratios.keys() == {"1", *others}
+
+
+def test_a_measurement_that_failed_leaves_the_others_in_the_table() -> None:
+    direct = {"1": row(10.0), "2": {"idle": {"failed": "x"}}, "8": row(14.0)}
+    clients = {"keep": {"direct": row(5.0)}}
+    text = weight_sync.report(
+        {"servers": {"tiny": {"trainer": {}, "direct": direct}}, "clients": clients}
+    )
+    assert "8 servers" in text
+    assert "1.4" in text
+    assert "2 servers" not in text
+    assert "longest gap between two tokens" in text.splitlines()[1]
 
 
 def test_updates_under_load_are_set_against_the_stream_of_tokens(sitting: LoadedSitting) -> None:

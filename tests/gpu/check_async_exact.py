@@ -38,10 +38,11 @@ import psutil
 import yaml
 
 from bench.gpu.processes import BenchError, Child, tail
-from bench.gpu.runs import Sitting, command_line, run_and_report
+from bench.gpu.runs import Sitting, common_options, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import read_rows, wait_for_end
+from bench.measured import Options, command_line
 from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.run_keys import read_keys
 
@@ -273,41 +274,36 @@ def report(data: dict[str, Any]) -> str:
     )
 
 
+OPTIONS: Options = {
+    "--copies": {
+        "type": int,
+        "choices": (1, 2),
+        "default": 1,
+        "help": "of the weights: one, shared in turns, or two",
+    },
+    "--steps": {"type": int, "default": 8},
+    "--kill-after": {
+        "type": int,
+        "default": 3,
+        "metavar": "STEP",
+        "help": "kill all when so many have been taken",
+    },
+    "--eager": {
+        "action": "store_true",
+        "help": "vLLM without compilation and CUDA graphs (starts faster)",
+    },
+    "--seconds": {"type": float, "default": 280.0, "help": "time limit of each start of a run"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line(__doc__, name="async_exact")
-    parser.add_argument(
-        "--copies",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="of the weights: one, shared in turns, or two",
-    )
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument(
-        "--kill-after",
-        type=int,
-        default=3,
-        metavar="STEP",
-        help="kill all when so many have been taken",
-    )
-    parser.add_argument(
-        "--eager",
-        action="store_true",
-        help="vLLM without compilation and CUDA graphs (starts faster)",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=280.0, help="time limit of each start of a run"
-    )
+    parser = command_line(__doc__, common_options("async_exact") | OPTIONS)
     args = parser.parse_args(arguments)
     if not 0 < args.kill_after < args.steps:
         parser.error(
             f"--kill-after {args.kill_after} must be at least 1 and less than --steps {args.steps}"
         )
-    args.output = args.output.resolve()
-    args.output.mkdir(parents=True, exist_ok=True)
-    return run_and_report(
-        args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report
-    )
+    return run_and_report(args, Benchmark, report)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,10 @@ from functools import partial
 from typing import Any
 
 from bench.gpu.processes import BenchError, Worker
-from bench.gpu.runs import Sitting, command_line, run_and_report, shrink_if_tiny
+from bench.gpu.runs import Sitting, common_options, run_and_report, shrink_if_tiny
 from bench.gpu.shapes import write_model_folder
 from bench.gpu.summary import table
+from bench.measured import Options, command_line
 from tests.gpu.bridge_fault_stage import Outcome, Stage, note_absence, stopped_for
 
 MODES = ("direct", "overlapped", "single_copy")
@@ -413,7 +414,7 @@ class Benchmark(Sitting):
     """One fault after the other, on one stage."""
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        super().__init__(args, work, stack, args.name)
+        super().__init__(args, work, stack)
         model = write_model_folder(work / "model", args.shape)
         places = {"crossed": args.crossed, "beside": args.beside}
         self.stage = Stage(
@@ -478,31 +479,36 @@ def report(data: dict[str, Any]) -> str:
     )
 
 
+OPTIONS: Options = {
+    "--tp": {"type": int, "default": 1},
+    "--crossed": {
+        "action": "store_true",
+        "help": "a rank of the trainer for each of vLLM's, on another's GPU",
+    },
+    "--beside": {
+        "action": "store_true",
+        "help": "the trainer's copy of the weights is on vLLM's GPU",
+    },
+    "--modes": {"nargs": "+", "choices": MODES, "default": list(MODES)},
+    "--only": {
+        "nargs": "+",
+        "metavar": "WHAT",
+        "help": "kinds of fault, or parts of rows' names; ? lists them",
+    },
+    "--bridge-timeout": {
+        "type": float,
+        "default": 8.0,
+        "help": "seconds; short, because it is waited for",
+    },
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line(__doc__, "qwen3-1.7b", "bridge_faults")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument(
-        "--crossed",
-        action="store_true",
-        help="a rank of the trainer for each of vLLM's, on another's GPU",
-    )
-    parser.add_argument(
-        "--beside", action="store_true", help="the trainer's copy of the weights is on vLLM's GPU"
-    )
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="WHAT",
-        help="kinds of fault, or parts of rows' names; ? lists them",
-    )
-    parser.add_argument(
-        "--bridge-timeout", type=float, default=8.0, help="seconds; short, because it is waited for"
-    )
+    parser = command_line(__doc__, common_options("bridge_faults", "qwen3-1.7b") | OPTIONS)
     args = shrink_if_tiny(parser.parse_args(arguments))
     if args.crossed and (args.tp < 2 or args.only != ["late"]):
         parser.error("--crossed needs --tp 2 or more and --only late")
-    return run_and_report(args.output, partial(Benchmark, args), report)
+    return run_and_report(args, Benchmark, report)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The trainer's deterministic backward passes on a real GPU, at the sizes of Qwen3-0.6B. Under a
 minute, needs no pytest:
 
-    python tests/gpu/check_deterministic_trainer.py [--json FILE] [--no-times]
+    python tests/gpu/check_deterministic_trainer.py [--json FILE]
 
 Every check is made even if others fail, and says what it saw. Not proven here: that vLLM has the
 same bits, for which there is tests/example_trainer/deterministic/test_exact_determinism.py
@@ -10,11 +10,7 @@ same bits, for which there is tests/example_trainer/deterministic/test_exact_det
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from bench.measured import measured
+from bench.gpu.checks import run_checks
 from example_trainer.models import Decoder
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.packing import Packing
@@ -298,57 +294,18 @@ def checks() -> dict[str, Callable[[], Result]]:
     return found
 
 
+def settings_and_times() -> dict[str, Any]:
+    """Return the settings of the run, and the times of the operations."""
+    shown = {name: round(value, 3) for name, value in times().items()}
+    for name, value in shown.items():
+        print(f"  {name}: {value} ms", flush=True)
+    return {"settings": enable_settings(), "milliseconds": shown}
+
+
 def main() -> int:
-    """Returns the process's status."""
-    parser = argparse.ArgumentParser(
-        description="The trainer's deterministic backward passes on this GPU."
-    )
-    parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--no-times", action="store_true", help="check only")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("this check needs an NVIDIA GPU")
-        return 2
-    settings = enable_settings()
-    results: dict[str, Any] = {
-        "measured": measured(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "settings": settings,
-        "checks": {},
-    }
-    for name, check in checks().items():
-        begun = time.perf_counter()
-        try:
-            good, seen = check()
-        except Exception as error:  # noqa: BLE001 - one broken kernel must not hide what the others do
-            good, seen = (
-                False,
-                f"{type(error).__name__}: {error} @ {traceback.format_exc().splitlines()[-4:-1]}"[
-                    :900
-                ],
-            )
-        print(
-            f"{'✓' if good else '✗'} {name}: {seen}  ({time.perf_counter() - begun:.1f} s)",
-            flush=True,
-        )
-        results["checks"][name] = {"passed": good, "seen": seen}
-    if not options.no_times:
-        try:
-            results["milliseconds"] = {name: round(value, 3) for name, value in times().items()}
-        except Exception as error:  # noqa: BLE001 - as above
-            results["milliseconds"] = {f"failed: {type(error).__name__}: {error}"[:300]: 0.0}
-        for name, value in results["milliseconds"].items():
-            print(f"  {name}: {value} ms", flush=True)
-    failed = [name for name, result in results["checks"].items() if not result["passed"]]
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    print(
-        f"✗ {len(failed)} of {len(results['checks'])} checks failed: {failed}"
-        if failed
-        else "✓ All checks passed"
-    )
-    return 1 if failed else 0
+    """Return the process's status."""
+    enable_settings()
+    return run_checks(__doc__, checks(), more=settings_and_times)
 
 
 if __name__ == "__main__":

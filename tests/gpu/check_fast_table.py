@@ -10,10 +10,7 @@ even if others fail, and says what it saw.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.measured import measured
+from bench.gpu.checks import run_checks
 from example_trainer.models import Decoder
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.ops import fast_kernels, reference, triton_gradients
@@ -355,35 +352,11 @@ def checks() -> list[tuple[str, Callable[[], Result]]]:
     return found
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Make every check; 0 if all passed."""
-    parser = argparse.ArgumentParser(description="The fast table on a real GPU.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen")
-    options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    results: dict[str, dict[str, Any]] = {}
-    for name, check in checks():
-        try:
-            right, seen = check()
-        except Exception as error:  # noqa: BLE001 - told, and counted as a failure
-            traceback.print_exc()
-            right, seen = (
-                False,
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            )
-        results[name] = {"passed": right, "seen": seen}
-        print(f"{'ok    ' if right else 'FAILED'} {name}: {seen}", flush=True)
-    failed = [name for name, result in results.items() if not result["passed"]]
-    if options.json:
-        where = {
-            "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "",
-            "torch": torch.__version__,
-        }
-        found = {"measured": measured(), **where, "checks": results}
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    print(f"{len(results) - len(failed)} of {len(results)} checks passed")
-    return 1 if failed else 0
+    return run_checks(__doc__, dict(checks()), arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

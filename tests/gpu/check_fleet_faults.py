@@ -12,7 +12,6 @@ vLLM.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -26,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from bench.gpu.checks import JSON
 from bench.gpu.machine import describe
 from bench.gpu.summary import spread_ms, table
-from bench.measured import ROOT, measured
+from bench.measured import ROOT, Options, command_line, measured
 
 SECONDS = 540.0
 PARTS = {
@@ -129,18 +129,11 @@ def shown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Returns the process's status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--logs", type=Path, help="keep the logs there")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=PARTS,
-        default=list(PARTS),
-        metavar="PART",
-        help=", ".join(PARTS),
-    )
-    options = parser.parse_args()
+    only: Options = {
+        "--logs": {"type": Path, "help": "keep the logs there"},
+        "--only": {"nargs": "+", "choices": PARTS, "default": list(PARTS), "metavar": "PART"},
+    }
+    options = command_line(__doc__, JSON | only).parse_args()
     if not torch.cuda.is_available():
         print("this check needs an NVIDIA GPU")
         return 2

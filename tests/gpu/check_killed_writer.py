@@ -12,8 +12,6 @@ when it takes too long. Takes two to five minutes; needs PyTorch, one GPU, no vL
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import sys
 import time
@@ -27,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from bench.measured import measured
+from bench.gpu.checks import JSON, NEEDS_GPU, write_results
+from bench.measured import command_line, measured
 from vllm_patching.transport.shared_memory import (
     SharedMemoryError,
     export_cuda_ipc,
@@ -272,26 +271,20 @@ def _line(row: Row) -> str:
 
 def main() -> int:
     """Returns the process's status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results there")
-    options = parser.parse_args()
+    options = command_line(__doc__, JSON).parse_args()
     if not torch.cuda.is_available():
-        print("this check needs an NVIDIA GPU")
+        print(NEEDS_GPU)
         return 2
     found = rows()
     print("\n".join(["", *map(_line, found)]))
-    if options.json:
-        machine = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-        }
-        rows_of_now = [{"measured": measured(), **asdict(row)} for row in found]
-        options.json.write_text(
-            json.dumps({**machine, "measured": measured(), "rows": rows_of_now}, indent=2) + "\n",
-            encoding="utf-8",
-        )
-    return 0 if all(row.good for row in found) else 1
+    facts = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    dated = [{"measured": measured(), **asdict(row)} for row in found]
+    write_results(options, {**facts, "rows": dated})
+    return int(not all(row.good for row in found))
 
 
 if __name__ == "__main__":

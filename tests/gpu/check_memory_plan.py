@@ -21,15 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from bench.gpu.processes import BenchError, Task, all_stopped
-from bench.gpu.runs import Sitting, command_line, run_and_report
+from bench.gpu.runs import Sitting, common_options, run_and_report
 from bench.gpu.summary import table
-from bench.measured import measured
+from bench.measured import Options, command_line, measured
 from tests.gpu.memory_worker import Configuration
 
 WITHIN = 0.10
@@ -138,12 +137,10 @@ def report(data: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line(__doc__)
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", choices=[one.name for one in CONFIGURATIONS]
-    )
-    args = parser.parse_args(arguments)
-    return run_and_report(args.output, partial(Benchmark, args, name="memory_plan"), report)
+    names = [one.name for one in CONFIGURATIONS]
+    only: Options = {"--only": {"nargs": "+", "metavar": "NAME", "choices": names}}
+    options = common_options("memory_plan") | only
+    return run_and_report(command_line(__doc__, options).parse_args(arguments), Benchmark, report)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,12 @@ On a CPU it tries what it can.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from bench.measured import measured
+from bench.gpu.checks import run_checks
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import parse_batch
 from example_trainer.batch.packing import pack_batch
@@ -240,32 +237,11 @@ def checks() -> dict[str, Callable[[], Result]]:
 
 
 def main() -> int:
-    """Returns the process's status."""
-    parser = argparse.ArgumentParser(description="Steps that run out of this GPU's memory.")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--rank-hurt", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank_hurt:
-        rank([int(number) for number in options.rank_hurt.split(",")], 2 * GEOMETRY.num_layers)
+    """Return the process's status."""
+    if sys.argv[1:2] == ["--rank-hurt"]:
+        rank([int(number) for number in sys.argv[2].split(",")], 2 * GEOMETRY.num_layers)
         return 0
-    found: dict[str, Any] = {}
-    for name, check in checks().items():
-        try:
-            good, seen = check()
-        except Exception as error:  # noqa: BLE001 - one that is broken must not hide what the others do
-            good, seen = (
-                False,
-                f"{type(error).__name__}: {error} @ {traceback.format_exc().splitlines()[-4:-1]}"[
-                    :900
-                ],
-            )
-        print(f"{'✓' if good else '✗'} {name}: {seen}", flush=True)
-        found[name] = {"passed": good, "seen": seen}
-    if options.json:
-        gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
-        results = {"measured": measured(), "gpu": gpu, "torch": torch.__version__, "checks": found}
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(row["passed"] for row in found.values()) else 1
+    return run_checks(__doc__, checks())
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from functools import partial
 from typing import Any
 
 from bench.gpu.processes import Worker
-from bench.gpu.runs import Sitting, command_line, run_and_report, shrink_if_tiny
+from bench.gpu.runs import Sitting, common_options, run_and_report, shrink_if_tiny
 from bench.gpu.shapes import write_model_folder
 from bench.gpu.summary import table
 from bench.gpu.vllm_server import VllmServer
+from bench.measured import Options, command_line
 
 CELL_SECONDS = 300.0
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -136,7 +137,7 @@ class Matrix(Sitting):
     """The servers and trainers of one run."""
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        super().__init__(args, work, stack, f"parity_matrix_{args.shape}", shape=args.shape)
+        super().__init__(args, work, stack, shape=args.shape)
         self.model = write_model_folder(work / "model", args.shape)
 
     def run(self) -> None:
@@ -246,12 +247,17 @@ def report(data: dict[str, Any]) -> str:
     return f"{text}\n\n{found['tokens']} tokens compared in deterministic mode, {found['mismatched']} differ"
 
 
+OPTIONS: Options = {
+    "--gpus": {"type": int, "choices": [1, 2], "default": 1},
+    "--only": {"default": "", "help": "only servers whose name holds this"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line(__doc__, "qwen3-0.6b")
-    parser.add_argument("--gpus", type=int, choices=[1, 2], default=1)
-    parser.add_argument("--only", default="", help="only servers whose name holds this")
-    args = shrink_if_tiny(parser.parse_args(arguments))
-    return run_and_report(args.output, partial(Matrix, args), report)
+    options = common_options("", "qwen3-0.6b") | OPTIONS
+    args = shrink_if_tiny(command_line(__doc__, options).parse_args(arguments))
+    args.name = f"parity_matrix_{args.shape}"
+    return run_and_report(args, Matrix, report)
 
 
 if __name__ == "__main__":

@@ -6,23 +6,19 @@ python tests/gpu/check_single_copy_pieces.py [--json FILE]
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import multiprocessing
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from bench.measured import measured
+from bench.gpu.checks import run_checks
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import FlatSlice
 from vllm_patching.transport.shared_memory import (
@@ -178,35 +174,8 @@ def checks() -> dict[str, Callable[[], Result]]:
 
 
 def main() -> int:
-    """Returns the process's status."""
-    parser = argparse.ArgumentParser(description="Sums and shared events on this GPU.")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("this check needs an NVIDIA GPU")
-        return 2
-    found: dict[str, Any] = {}
-    for name, check in checks().items():
-        try:
-            good, seen = check()
-        except Exception as error:  # noqa: BLE001 - one that is broken must not hide what the others do
-            good, seen = (
-                False,
-                f"{type(error).__name__}: {error} @ {traceback.format_exc().splitlines()[-4:-1]}"[
-                    :900
-                ],
-            )
-        print(f"{'✓' if good else '✗'} {name}: {seen}", flush=True)
-        found[name] = {"passed": good, "seen": seen}
-    if options.json:
-        results = {
-            "measured": measured(),
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "checks": found,
-        }
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(row["passed"] for row in found.values()) else 1
+    """Return the process's status."""
+    return run_checks(__doc__, checks())
 
 
 if __name__ == "__main__":

@@ -41,11 +41,12 @@ import httpx
 import torch
 
 from bench.gpu.processes import BenchError, Child, free_port, wait_all
-from bench.gpu.runs import Sitting, command_line, run_and_report
+from bench.gpu.runs import Sitting, common_options, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import TrainingStack, answers, read_rows, wait_for_end
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+from bench.measured import Options, command_line
 from example_trainer.launcher import roles
 
 CACHE_GIB, MODEL_LENGTH = 4, 512
@@ -477,36 +478,31 @@ def report(data: dict[str, Any]) -> str:
     )
 
 
+OPTIONS: Options = {
+    "--only": {"nargs": "+", "choices": MODES},
+    "--steps": {"type": int, "default": 8},
+    "--repeat": {"type": int, "default": 1, "help": "runs of each mode, compared with each other"},
+    "--kill-after": {
+        "type": int,
+        "default": 0,
+        "metavar": "STEP",
+        "help": "kill all of the last run, resume it",
+    },
+    "--seconds": {
+        "type": float,
+        "default": 300.0,
+        "help": "for a training, which may start vLLM three times",
+    },
+    "--eager": {
+        "action": "store_true",
+        "help": "vLLM without compilation and CUDA graphs (starts faster)",
+    },
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line(__doc__, name="training_modes")
-    parser.add_argument("--only", nargs="+", choices=MODES)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument(
-        "--repeat", type=int, default=1, help="runs of each mode, compared with each other"
-    )
-    parser.add_argument(
-        "--kill-after",
-        type=int,
-        default=0,
-        metavar="STEP",
-        help="kill all of the last run, resume it",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=300.0,
-        help="for a training, which may start vLLM three times",
-    )
-    parser.add_argument(
-        "--eager",
-        action="store_true",
-        help="vLLM without compilation and CUDA graphs (starts faster)",
-    )
-    args = parser.parse_args(arguments)
-    args.output = args.output.resolve()
-    return run_and_report(
-        args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report
-    )
+    options = common_options("training_modes") | OPTIONS
+    return run_and_report(command_line(__doc__, options).parse_args(arguments), Benchmark, report)
 
 
 if __name__ == "__main__":
