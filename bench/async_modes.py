@@ -3,7 +3,7 @@ and who works when.
 
     python bench/async_modes.py --output DIR --device cpu          the starter model on this machine's processor
     python bench/async_modes.py --output DIR --model FOLDER        two GPUs: vLLM on the first, the trainer on the second; they
-                                                                   share one where there is no other
+                                                                   share one where there is only one
 
 One vLLM server for all; each regime has a service, an environment and a trainer of its own, which
 begins with the checkpoint's weights and takes the same number of steps. The first steps are left
@@ -14,8 +14,8 @@ out: they wait for the first answers.
     off_policy_N    --max-staleness N, as much ahead as the service lets: the server is never left without work
 
 A trainer takes its batch whole, so that what is overlapped is one step old; only turns are
-on-policy. Writes async_modes.json, timeline.svg and a trace, and prints a table; --into FILE puts
-the figures into a results file under `modes`, those of GPUs under `modes_gpu`.
+on-policy. Writes async_modes.json, timeline.svg and a trace, and prints a table. --into FILE puts
+the figures into a results file under `modes`, or under `modes_gpu` if a GPU was used.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from bench.whole_run import summarise
 from vllm_patching.protocol.timeline import VARIABLE, unix_ns
 
 PICTURE_STEPS = 4
-"""Of the slowest regime, in the picture."""
+"""Steps of the slowest regime in the picture."""
 
 
 @dataclass(frozen=True)
 class Regime:
-    """How far sampling may be ahead of training.
+    """The lead that sampling may have over training.
 
     Attributes:
         title: in the picture.
@@ -114,7 +114,7 @@ class Benchmark(Sitting):
     """One regime after the other, on one server."""
 
     def run(self) -> None:
-        """Those that were asked for; then the picture."""
+        """Measure the chosen regimes; then draw the picture."""
         args = self.args
         gpus = torch.cuda.device_count() if self.on_gpu else 0
         if self.on_gpu and not gpus:

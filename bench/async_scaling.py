@@ -1,12 +1,12 @@
-"""How many generators does one rollout service serve? Simulated time: generators sleep as long as a
-model would take.
+"""Measure how many generators one rollout service serves. Simulated time: generators sleep as long
+as a model would take.
 
     python bench/async_scaling.py --output DIR                    1, 2, 4, … 64 generators, then as fast as it goes
     python bench/async_scaling.py --output DIR --into bench/results/async.json
 
-Service, store, wire and connections are real. What a generator samples a second is what one H200
-did with Qwen3-1.7B (bench/results/generate_cost.json): in between it sleeps. The trainer takes
-batches and acknowledges them. Two parts:
+Service, store, wire and connections are real. A generator samples at the rate of one H200 with
+Qwen3-1.7B (bench/results/generate_cost.json): in between it sleeps. The trainer takes batches and
+acknowledges them. Two parts:
 
     generators   tokens a second that arrive, against the number of generators; the service's share of a core; a post's time
     saturation   posts as fast as some connections can, with a trainer that takes them; and a full queue that is only drained
@@ -48,7 +48,7 @@ MODEL = ("generate_cost", "ways/numbers")
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Of sorted or unsorted values; 0 of none."""
+    """Return a quantile of sorted or unsorted values; 0 if there are none."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
@@ -91,7 +91,7 @@ class Benchmark:
         return task
 
     def _registered(self, port: int) -> None:
-        """What a trainer does before environments are let in."""
+        """Register a trainer, without which no environment is let in."""
         caller = Caller(port)
         registration = {
             "wandb_group": "g",

@@ -47,7 +47,7 @@ class Benchmark(LoadedSitting):
     """One server and one trainer after the other, in either mode."""
 
     def run(self) -> None:
-        """Both modes, and each anew at the largest size that both can do."""
+        """Measure both modes, and each again at the largest size that both can do."""
         args = self.args
         folder = write_model_folder(self.work / "model", args.shape)
         self.describe(
@@ -88,7 +88,7 @@ class Benchmark(LoadedSitting):
         return server, trainer
 
     def _longest(self, trainer: Worker) -> dict[str, Any]:
-        """The most tokens of one pass, to an eighth; `why` says what ended it."""
+        """Find the most tokens of one pass, to an eighth; `why` gives the reason for the end."""
 
         def out_of_memory(tokens: int) -> str | None:
             found = trainer.ask(

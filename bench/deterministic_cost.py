@@ -1,5 +1,5 @@
-"""What does deterministic mode cost? vLLM as it comes, in its own batch-invariant mode and in ours;
-and the trainer's step.
+"""Measure the cost of deterministic mode: vLLM without it, in its own batch-invariant mode and in
+ours; and the trainer's step.
 
     python bench/deterministic_cost.py --output DIR                           1 GPU, Qwen3-1.7B
     python bench/deterministic_cost.py --output DIR --shape qwen3-0.6b

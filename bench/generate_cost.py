@@ -1,4 +1,4 @@
-"""What does a sampled token cost outside the GPU, and how many come out of a server a second?
+"""Measure the cost of a sampled token outside the GPU, and the rate of a server.
 
     python bench/generate_cost.py --output DIR                        1 GPU
     python bench/generate_cost.py --output DIR --tiny --device cpu    everything but the figures, without a GPU
@@ -180,7 +180,7 @@ class Benchmark(Sitting):
     """The servers, the load and the engine without a server, one after the other."""
 
     def run(self) -> None:
-        """Measure each way that was asked for, those of one server together."""
+        """Measure the chosen ways, the ways of one server together."""
         args = self.args
         self.model = write_model_folder(self.work / "model", args.shape)
         asked = (

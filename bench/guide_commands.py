@@ -10,10 +10,10 @@ has taken some steps.
 
 Nothing is replaced but the model's name (by a folder of random weights of the same shape) and lists
 of devices. The environment is bench/gpu/length_env.py, since random weights solve no problem of
-GSM8K. At the end everything is killed as the guide says. Prints a table and writes guide_NAME.json:
-seconds until the first step and for each step, the highest memory of GPUs and host, the trainer's
-memory plan, and which of the promised log lines came. If a command fails, the ends of all logs are
-in that file as well.
+GSM8K. At the end everything is killed by the guide's command. Prints a table and writes
+guide_NAME.json: seconds until the first step and for each step, the highest memory of GPUs and
+host, the trainer's memory plan, and which of the promised log lines came. If a command fails, the
+ends of all logs are in that file as well.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ BROADCAST_LINES = (
     "[Bridge] ✓ All ranks synchronized and ready",
 )
 SMALLER_SHARE = r"--gpu-memory-utilization (0\.\d+) or less"
-"""What a trainer on vLLM's GPUs logs if too little of their memory is left."""
+"""The log line of a trainer on vLLM's GPUs if too little of their memory is left."""
 SERVES = "[Bridge] vLLM serves weight version "
 """The line of a trainer whose own server is ready after a start or restart."""
 PROGRESS_SECONDS = 15.0

@@ -1,5 +1,5 @@
-"""The files of a long run that nobody ran: rows of a trainer, and an archive of rollouts as a
-rollout service keeps it.
+"""Files of a made-up long run: rows of a trainer, and an archive of rollouts as a rollout service
+keeps it.
 
 The archive's first groups are kept by the service's own Archive, with a tokenizer of 150,000 tokens
 and what a trainer reports of every twelfth rollout; all others are copies of these within the file,
@@ -25,14 +25,14 @@ from atroposlib.dashboard.rollouts.archive import Archive, PostedGroup
 from atroposlib.dashboard.rollouts.rollout_stats import TrainedTokens
 
 FIGURES = 130
-"""Of a row of the trainer."""
+"""Figures in a row of the trainer."""
 SHOWN = (
     "reward_mean", "response_length_mean", "response_length_p95", "response_length_max", "kl", "mismatch_kl", "reference_kl",
     "entropy", "clip_fraction", "clip_fraction_low", "clip_fraction_high", "seconds_wait", "seconds_train", "seconds_sync",
     "tokens_per_second", "forwarded_tokens_per_second", "mfu", "age_mean", "age_max", "ratio_p50", "ratio_p99", "ratio_max",
     "grad_norm", "waiting_share", "queue_size",
 )  # fmt: skip
-"""Those that the overview draws (static/figures.js)."""
+"""Figures that the overview draws (static/figures.js)."""
 EVALUATED_EVERY = 20
 GROUP_SIZE = 8
 PROMPT, RESPONSE = (12, 40), (16, 48)
@@ -50,7 +50,7 @@ TOKENS = 150_000
 NEEDLE = "zqxjkv"
 """A text that one rollout has, the oldest."""
 _SPELLED = [ord(letter) - 33 for letter in NEEDLE]
-"""The tokens of single characters, of which the first is `!`."""
+"""The tokens of single characters; the first is `!`."""
 _COPIED = "environment, score, tokens, sampled, mean_logprob"
 
 
@@ -96,8 +96,8 @@ def write_figures(folder: Path, steps: int) -> Rows:
 
 
 def tokenizer_file(tokens: int = TOKENS) -> bytes:
-    """A tokenizer.json of byte pairs, of as many tokens as those of today's models; the texts that
-    it makes are no language.
+    """Make a tokenizer.json of byte pairs, as large as those of today's models; its texts are not a
+    language.
     """
     draw = random.Random(2)
     single = [
@@ -151,8 +151,8 @@ def tokenizer_file(tokens: int = TOKENS) -> bytes:
 
 
 def groups(count: int) -> Iterator[tuple[PostedGroup, TrainedTokens | None]]:
-    """Groups as an environment posts them, and what the trainer tells of the first rollout of most
-    of them.
+    """Yield groups as an environment posts them, and the trainer's report on the first rollout of
+    most of them.
     """
     draw = random.Random(3)
     names, shares = zip(*ENVIRONMENTS, strict=True)

@@ -34,8 +34,8 @@ def command_line(doc: str | None, options: Options) -> argparse.ArgumentParser:
 
 
 def commit() -> str:
-    """The commit of this code, shortened, with `+` if files differ from it; `unknown` if neither
-    git nor the variable says.
+    """Return the commit of this code, shortened, with `+` if files differ from it; `unknown` if
+    neither git nor the variable names one.
     """
     stated = os.environ.get(COMMIT_VARIABLE, "").strip()
     if stated:
@@ -57,7 +57,7 @@ def measured() -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; an empty one if there is no file."""
+    """Return the object of a JSON file; an empty one if the file is missing."""
     if not path.exists():
         return {}
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -96,7 +96,7 @@ class Benchmark(Sitting):
     """One choice after the other."""
 
     def run(self) -> None:
-        """Those that were asked for."""
+        """Measure the chosen ones."""
         self.describe()
         found: list[dict[str, Any]] = []
         for choice in CHOICES:

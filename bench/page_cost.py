@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""What the page at /ui costs: the rollout service under load without it and with ten pages open;
-what becomes of its memory; and how long it takes until a run of 10,000 steps and a million rollouts
-is open.
+"""Measure the cost of the page at /ui: the rollout service under load without it and with ten pages
+open; the growth of its memory; and the time to open a run of 10,000 steps and a million rollouts.
 
     python bench/page_cost.py                                  # everything, 20 minutes on two idle cores
     python bench/page_cost.py --parts load --rounds 20         # ten of them, and what decides
     python bench/page_cost.py --parts open --rollouts 50000    # one part, smaller
 
 load     the load of rollout_api_load.py in short turns on two services, in rounds of four: without the page, with ten
-         pages open, with, without; the next round the other way round. So a machine that becomes slower, as another
-         tenant's needs make it, is slower for both. Compared are the sums of one round: processor time of the service for
-         a posted group, and groups posted per second. Of the rounds' shares, the mean and its 95 % interval (Student's t).
-         A trainer writes a row each second into a run of 10,000 steps. 128 groups before use up what may be kept at once.
+         pages open, with, without; the next round the other way round. So a machine that becomes
+         slower, as another tenant's needs make it, is slower for both. Compared are the sums of one
+         round: processor time of the service for a posted group, and groups posted per second. For
+         the rounds' shares, the mean and its 95 % interval (Student's t) are given. A trainer
+         writes a row each second into a run of 10,000 steps. 128 groups before use up what may be
+         kept at once.
 memory   the same load again and again on one service with ten pages open, and the service's memory after each.
 open     a run that nobody has opened yet: every list of rollouts by a fresh process, with nothing of the file in the system's
          memory. And what it costs to keep a group, in an empty archive and in one that is full.
@@ -70,12 +71,12 @@ from example_trainer.launcher import roles
 RESULTS = ROOT / "bench" / "results" / "page_cost.json"
 PARTS = ("load", "memory", "open")
 BARE, PAGED, PAGES = "without the page", "ten pages open", 10
-"""What is compared."""
+"""The two sides of the comparison."""
 OVERVIEW = (
     "/ui/api/page", "/ui/api/names", "/ui/api/stack", "/ui/api/events", "/ui/api/evaluations", "/ui/api/runs",
     f"/ui/api/series?points=2000&names={','.join(SHOWN)}",
 )  # fmt: skip
-"""What a browser asks for when a person opens the overview."""
+"""Addresses that a browser requests when a person opens the overview."""
 LISTS = {
     "newest": "sort=newest", "best": "sort=best", "worst": "sort=worst", "most drifted": "sort=drifted",
     "longest": "sort=longest", "best of one environment": "sort=best&environment=code",
@@ -83,18 +84,21 @@ LISTS = {
     "newest with a common text": "text=a",
     "best with a common text": "sort=best&text=the", "with a text that is nowhere": "text=no%20such%20text",
 }  # fmt: skip
-"""What a list is of -> how it is asked for."""
+"""Content of a list -> its query."""
 WARM_GROUPS, CLIENTS = 128, 16
 QUIET_SHARE, QUIET_SECONDS, SETTLE_SECONDS = 0.05, 0.5, 30.0
-"""Of a core, over such a while, and the deadline: when a service has done what was left to be done
-behind its answers."""
+"""A share of a core, its duration, and the deadline: a service is idle when it has done the work
+behind its answers.
+"""
 MOST_SECONDS, MOST_SLOWER, MOST_GROWTH_MIB = 2.0, 0.05, 8.0
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t of two sides at 95 %, by degrees of freedom from 1 on."""
 
 
 async def hold_open(port: int, pages: int) -> None:
-    """Follow a run on so many pages until the process is ended. Says `open` as soon as all are."""
+    """Follow a run on so many pages until the process is ended. Prints `open` as soon as all
+    are.
+    """
     kinds: list[tuple[Sequence[str], Sequence[bytes], float]] = [(OVERVIEW, (), 0.0)] * max(
         0, pages - 2
     )
@@ -409,7 +413,7 @@ def whole_search(folder: Path) -> dict[str, float]:
 
 
 def opening(steps: int, rollouts: int) -> dict[str, Any]:
-    """How long a long run takes to open, part by part, and what is done for a group that is kept."""
+    """Measure the time to open a long run, part by part, and the work for a group that is kept."""
     with tempfile.TemporaryDirectory(prefix="page", dir=ROOT / "runs") as name:
         folder = Path(name)
         archive = folder / "observed" / "rollouts.db"

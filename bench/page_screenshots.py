@@ -44,7 +44,7 @@ DESK = {"viewport": {"width": 1280, "height": 860}}
 TALL = {"viewport": {"width": 1280, "height": 1000}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 EARLY_GROUP = 20
-"""Of a model that still answers now in one way and now in another."""
+"""A model that still answers now in one way and now in another."""
 LIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "overview_light": ("/ui", TALL | {"color_scheme": "light"}),
     "overview_dark": ("/ui", TALL | {"color_scheme": "dark"}),
@@ -52,7 +52,7 @@ LIVE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Pictures of a run that goes on: name -> the address, and the window that it is seen in."""
 SEVERAL = {"history_dark": ("/ui/history", DESK | {"color_scheme": "dark"})}
-"""Of several runs."""
+"""Pictures of several runs."""
 PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "rollouts_light": ("/ui/rollouts?sort=drifted", DESK | {"color_scheme": "light"}),
     "rollout_dark": (f"/ui/rollouts/{EARLY_GROUP}", DESK | {"color_scheme": "dark"}),
@@ -62,7 +62,7 @@ PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "weights_light": ("/ui/weights", DESK | {"color_scheme": "light"}),
 }
-"""Of any run."""
+"""Pictures of any run."""
 ALL_IN_SIGHT = """[...document.querySelectorAll("[data-response]")]
   .every((one) => one.getBoundingClientRect().top > innerHeight || one.querySelector("[data-token]"))"""
 """Rollouts are asked for as they come into sight."""
@@ -113,7 +113,7 @@ def files(folders: list[Path]) -> Iterator[str]:
 
 
 def wait_for(supervisor: Supervisor, process: ManagedProcess, pattern: str, seconds: float) -> str:
-    """What a process writes: the first group of the pattern."""
+    """Wait for a line of a process: the first group of the pattern."""
 
     def written() -> re.Match[str] | None:
         return re.search(pattern, process.log_path.read_text(errors="replace"))
@@ -143,7 +143,7 @@ def take(
 
 
 def asked(origin: str, path: str, **query: str | int) -> Any:
-    """What the page answers its scripts."""
+    """Return the page's answer to its scripts."""
     answer = httpx.get(f"{origin}/ui/api/{path}", params=query, timeout=30, trust_env=False)
     answer.raise_for_status()
     return answer.json()

@@ -1,18 +1,17 @@
-"""How fast does a parameter server take weights, and hand them on? To light vLLM servers without an
-engine, on this machine.
+"""Measure how fast a parameter server takes weights and hands them on. To light vLLM servers
+without an engine, on this machine.
 
     python bench/parameter_server.py --output DIR --device cpu                               1, 2 and 4 of them
     python bench/parameter_server.py --output DIR --shape qwen3-1.7b                         on one or two GPUs, by every route
     python bench/parameter_server.py --output DIR --device cpu --into bench/results/async.json
 
-It takes about two minutes. On CPUs the weights go the way that a run's on one machine would:
-through memory that receivers read where it is, and Gloo where there is none to share
-(`read_in_place` in the results says how many read it). On GPUs each route is tried: all on one GPU
-(CUDA IPC), the parameter server in the host's memory, and on a GPU of its own (NCCL) where there
-are two. A trainer pushes one version after the other and waits for the servers in between, so that
-a push and a pull do not share the cores; at the end the servers must hold what it does, by their
-checksums. How long a pull takes is what the parameter server wrote down itself (docs/timelines.md).
-Writes parameter_server.json.
+It takes about two minutes. On CPUs the weights go the way of a run on one machine: through memory
+that receivers read in place, and Gloo if they share none (`read_in_place` in the results counts the
+servers that read it). On GPUs each route is tried: all on one GPU (CUDA IPC), the parameter server
+in the host's memory, and on a GPU of its own (NCCL) where there are two. A trainer pushes one
+version after the other and waits for the servers in between, so that a push and a pull do not share
+the cores; at the end the servers must hold what it does, by their checksums. The duration of a pull
+comes from the parameter server's own record (docs/timelines.md). Writes parameter_server.json.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Way:
 
 
 def ways(on_gpu: bool, numbers: list[int]) -> dict[str, Way]:
-    """What is measured, by name.
+    """Return the ways to measure, by name.
 
     NCCL connects no two processes on one GPU, so one server is all it can have there.
     """
@@ -211,9 +210,7 @@ def _held(port: int) -> int:
 
 
 def read_in_place(log: Path, servers: int) -> int:
-    """How many of so many vLLM servers read a parameter server's memory where it is, as its log
-    last said.
-    """
+    """Count the vLLM servers that read a parameter server's memory in place, by its last log line."""
     told = re.findall(
         rf"The weights are read where they are by (\d+) of {servers} receivers",
         log.read_text(errors="replace"),

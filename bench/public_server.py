@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "runs" / "bench" / PUBLIC.replace
 
 
 def is_ready(folder: Path = FOLDER) -> bool:
-    """Whether the virtual environment has been made, completely."""
+    """Report if the virtual environment has been made, completely."""
     return (folder / "ready").exists()
 
 

@@ -1,4 +1,4 @@
-"""Look up values in bench/results/, each of which has a commit and a date, and render them.
+"""Look up values in bench/results/, with their commits and dates, and render them.
 
 The one renderer of the documents' figures: templates whose placeholders name places in the files.
 """
@@ -39,11 +39,11 @@ class Book:
         return page
 
     def has(self, file: str) -> bool:
-        """Whether there is a FILE.json."""
+        """Report if FILE.json exists."""
         return (self.folder / f"{file}.json").exists()
 
     def get(self, file: str, path: str) -> Any:
-        """What lies at `path`, keys separated by `/` (of a list: the index).
+        """Return the value at `path`, keys separated by `/` (for a list: the index).
 
         Raises FigureError if nothing does.
         """
@@ -310,7 +310,7 @@ def dates(book: Book, places: Mapping[str, tuple[str, str]]) -> str:
 
 
 def commit_of(measured: dict[str, str]) -> str:
-    """What a table says of where a row's code stands: `commit X`, or `recorded in X`."""
+    """Name the commit of a row in a table: `commit X`, or `recorded in X`."""
     return (
         f"commit {measured['commit']}"
         if "commit" in measured
@@ -326,7 +326,7 @@ def _is_dated(measured: Any) -> bool:
 
 
 def _undated(node: Any, place: str = "") -> Iterator[str]:
-    """The topmost places below `node` that hold values of which none above is dated; a list of rows
+    """Return the topmost places below `node` whose values have no date above them; a list of rows
     needs one for each.
     """
     if isinstance(node, dict):

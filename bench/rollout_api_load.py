@@ -225,7 +225,7 @@ def flat_memory(groups: int) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What this ran on."""
+    """Describe the machine."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())
     return {

@@ -1,4 +1,4 @@
-"""How many programs a second the sandbox runs, and what a program waits for it.
+"""Measure how many programs a second the sandbox runs, and how long a program waits for it.
 
     python bench/sandbox.py --output bench/results/sandbox.json
 

@@ -24,7 +24,7 @@ JSON = {"Content-Type": "application/json", "Accept-Encoding": "gzip"}
 
 @dataclass(frozen=True)
 class Work:
-    """What a generator has in hand.
+    """The work of a generator.
 
     Attributes:
         in_flight: groups at the same time.
@@ -39,8 +39,8 @@ class Work:
 
 
 def work_of(tokens_per_second: float, sequences: int, group: int, tokens: int) -> Work:
-    """What keeps so many sequences in flight at this rate: by Little's law a group takes in_flight
-    x its tokens / rate.
+    """Return the work that keeps so many sequences in flight at this rate: by Little's law a group
+    takes in_flight x its tokens / rate.
 
     Args:
         tokens_per_second: that the model samples in all.
@@ -95,8 +95,8 @@ class Caller:
 
 
 def generate(asked: dict[str, Any]) -> dict[str, Any]:
-    """Post groups as they come due, from `begin` to `end`, and sleep meanwhile; with `seconds` 0 as
-    fast as it goes.
+    """Post groups as they come due, from `begin` to `end`, and sleep in between; with `seconds` 0
+    as fast as possible.
     """
     work, begin, end, count_from = (
         Work(**asked["work"]),

@@ -19,8 +19,8 @@ ASIDE = ("update", "pull")
 
 @dataclass(frozen=True)
 class Span:
-    """What was done in a stretch of time; `begin` and `end` are Unix nanoseconds, `facts` whatever
-    else stands in its line.
+    """One activity in a stretch of time; `begin` and `end` are Unix nanoseconds, `facts` the other
+    fields of its line.
     """
 
     what: str
@@ -45,7 +45,7 @@ def read_folder(folder: Path) -> tuple[list[Process], int]:
     half a line.
 
     Raises:
-        ValueError: there is no timeline in it.
+        ValueError: it holds not a single timeline.
     """
     files = sorted(folder.glob("timeline-*.jsonl"))
     if not files:
@@ -91,7 +91,7 @@ def extent(processes: Iterable[Process]) -> tuple[int, int]:
 
 
 def within(process: Process, begin: int, end: int) -> Process:
-    """What lies between two moments, cut off at them."""
+    """Return the spans between two moments, cut off at them."""
     cut = (
         replace(span, begin=max(span.begin, begin), end=min(span.end, end))
         for span in process.spans
@@ -161,7 +161,7 @@ def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
     each lane, a complete event (`ph: X`, microseconds since the first span) for each span.
 
     Raises:
-        ValueError: there is no span.
+        ValueError: the list of spans is empty.
     """
     start, _ = extent(processes)
     events: list[dict[str, Any]] = []
@@ -198,8 +198,8 @@ def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
 
 
 def check_trace(trace: Mapping[str, Any]) -> None:
-    """Hold a trace against the trace event format: what the viewers need, and do not say when they
-    miss it.
+    """Check a trace against the trace event format: viewers need these fields, and report none that
+    is missing.
 
     Raises:
         ValueError: an event lacks a field, has a time that is none, or overlaps another of its

@@ -58,7 +58,7 @@ COLOURS = {
 }
 OTHER = "#8a97a6"
 PIXELS = 1500
-"""Of the picture's width, about."""
+"""Pixels of the picture's width, about."""
 Panel = tuple[str, Sequence[Process], int, int]
 """Title, processes, and the moments (Unix ns) between which they are drawn."""
 
@@ -138,7 +138,7 @@ def write_trace(processes: Sequence[Process], path: Path) -> None:
 
 
 def report(panels: Sequence[Panel]) -> str:
-    """How long each process was at what, in shares of its panel's time."""
+    """List each process's work, in shares of its panel's time."""
     rows: list[list[object]] = []
     for title, processes, begin, end in panels:
         for process in processes:

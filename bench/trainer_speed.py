@@ -1,5 +1,5 @@
-"""How fast does the trainer train, and how long a sequence? Random weights of real shapes; no
-network, no server.
+"""Measure how fast the trainer trains, and how long a sequence can be. Random weights of real
+shapes; no network, no server.
 
     python bench/trainer_speed.py --output DIR                       one GPU; with two also 14B over both (FSDP2)
     python bench/trainer_speed.py --output DIR --only "1.7B, 512"    some cases
@@ -160,7 +160,7 @@ class TrainerSpeed(Sitting):
             for name, case in CASES.items()
             if not self.args.only or name in self.args.only
         }
-        # Whoever has several GPUs has them for what needs several: that comes first.
+        # Cases that need several GPUs come first, while all are free.
         self._together({name: case for name, case in asked.items() if case.ranks > 1}, places=1)
         self._together(
             {name: case for name, case in asked.items() if case.ranks == 1},
@@ -217,7 +217,7 @@ class TrainerSpeed(Sitting):
             task.stop()
 
     def _is_longer(self, name: str) -> bool:
-        """Whether this sequence trained, which then is the longest one that did."""
+        """Report if this sequence trained, and record it as the longest one that did."""
         found = self.results.data["longest"][name]
         if "pass" in found:
             self.results.put("longest_sequence", value=found["case"]["length"])

@@ -174,7 +174,7 @@ class Benchmark(LoadedSitting):
 
     def _start(self, name: str, gpus: list[str], **options: Any) -> VllmServer:
         seats = max(256, *self.args.concurrency)
-        # No request is preempted for lack of cache: its keys and values would be computed anew
+        # No request is preempted for lack of cache: its keys and values would be computed again
         # without an update.
         cache = {"max_num_seqs": seats, "cache_gib": 16 * math.ceil(seats / 256)}
         return self.server(name, self.model, ",".join(gpus), tp=self.args.tp, **cache, **options)
@@ -310,7 +310,7 @@ class Benchmark(LoadedSitting):
             self.results.measure(*place, "check", run=partial(self._checked, servers, trainer))
 
     def _checked(self, servers: list[VllmServer], trainer: Worker) -> dict[str, Any]:
-        """Raise BenchError unless every server samples what the trainer's weights say."""
+        """Raise BenchError unless every server samples with the trainer's weights."""
         rows = [
             trainer.ask("check", timeout=ASK_SECONDS, seed=1, port=server.port)
             for server in servers
@@ -541,7 +541,7 @@ def times_one(rows: dict[str, Any], condition: str = "idle") -> dict[str, float]
     """Return the median time of an update of N servers over that of one, by N.
 
     Args:
-        rows: those of one shape and transfer, by the number of servers.
+        rows: of one shape and transfer, by the number of servers.
         condition: idle, or under which load.
     """
     medians = {

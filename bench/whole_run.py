@@ -12,8 +12,8 @@ whose tokens end an answer, so that lengths are geometric under a cap; 256 seque
 step; staleness at most 2. The first steps are left out, which wait for the first answers and
 compile; figures are over the wall clock between the rows of the steps that are counted. A client
 that streams one answer at a time beside the load sees the longest gap between two tokens. Samples
-thrown away are those that were sampled and not trained on. Prints a table and writes whole_run.json
-after each part.
+thrown away were sampled and not trained on. Prints a table and writes whole_run.json after each
+part.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ PARTS = ("ours", "trl", "deterministic")
 STARTER = ROOT / "assets" / "starter_model"
 SHIM = ROOT / "bench" / "gpu" / "trl_shim"
 TRL_TOKENS = 131072
-"""Of a step of TRL's, which counts no sequences, in passes of its token budget: about as many as
-ours has in one."""
+"""Tokens of a step of TRL's, which counts no sequences, in passes of its token budget: about as
+many as ours has in one.
+"""
 PROMPT_ROOM = 1024
 
 
@@ -111,8 +112,8 @@ def summarise(rows: list[tuple[float, Row]], leave_out: int) -> dict[str, Any]:
 
 
 def longest_gap(streams: list[list[float]], since: float) -> float | None:
-    """Seconds between two tokens of a stream, at most, of those that came after a moment; None if
-    none did.
+    """Return the most seconds between two tokens of a stream that came after a moment; None if none
+    did.
     """
     gaps = [after - before for before, after in gaps_of(streams) if before >= since]
     if not gaps:
@@ -187,7 +188,7 @@ class WholeRun:
     def _wait_for_servers(self) -> None:
         """Until none is starting any more and takes time from another's training.
 
-        What has failed, its part tells.
+        The part of a failed server reports the failure.
         """
         deadline, starting = time.monotonic() + self.args.ready_seconds, list(self.servers.values())
         while starting and time.monotonic() < deadline:
@@ -388,7 +389,7 @@ class TrlServer(Child):
         super().__init__("vllm trl", command, output / "vllm-trl.log", variables)
 
     def ready(self) -> bool:
-        """Whether it answers. Raises BenchError if it has ended."""
+        """Report if it answers. Raises BenchError if it has ended."""
         if self.poll() is not None:
             raise BenchError(f"{self.name} ended with status {self.poll()}; see {self.log.name}")
         return answers(f"{self.url}/health")

@@ -1,1 +1,1 @@
-"""How things that ship with this repository were made."""
+"""Programs that made the models and pictures of this repository."""

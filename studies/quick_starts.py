@@ -118,7 +118,7 @@ def processor_seconds() -> float:
 
 
 def wait_and_read_load(child: subprocess.Popen[str], seconds: float) -> list[float]:
-    """Wait for a process and read the machine's load of the last minute meanwhile.
+    """Wait for a process and read the machine's load of the last minute.
 
     Raises:
         TimeoutError: the process still runs after `seconds`.

@@ -1,4 +1,4 @@
-"""What the benchmarks of the weight bridge share.
+"""Shared parts of the benchmarks of the weight bridge.
 
-Their scripts are one folder up and say how they are run.
+Their scripts are one folder up and describe their use.
 """

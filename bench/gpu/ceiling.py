@@ -1,4 +1,4 @@
-"""What NCCL itself reaches between the same GPUs: the ceiling that an update is compared with.
+"""Rates that NCCL itself reaches between the same GPUs: the ceiling of an update.
 
     python -m bench.gpu.ceiling …      one process for each GPU; started by `measure`
 

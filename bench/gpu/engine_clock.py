@@ -1,5 +1,5 @@
-"""Where the time of vLLM's engine core goes: seconds of its main thread by what it does, and those
-of the thread that sends.
+"""Time of vLLM's engine core: seconds of its main thread by kind of work, and of the thread that
+sends.
 
 A plugin of vLLM's, which the folder `plugin` beside this file names. It puts a clock around a few
 functions that are called once or twice a step, and leaves the sums in a file twice a second. Work
@@ -51,9 +51,10 @@ CLOCKS: dict[str, list[tuple[str, str, str]]] = {
     "gather outputs": [("vllm_patching.engine_core.gathered_outputs", "GatheredOutputs", "step")],
     "encode outputs": [("vllm.v1.serial_utils", "MsgpackEncoder", "encode_into")],
 }
-"""What is measured, by the name under which it is reported. `steps` holds all others but the last
+"""The functions that are timed, by the name in the report. `steps` holds all others but the last
 one, which has its own thread; on a CPU the model itself is in them too. A function that a version
-of vLLM lacks is left out."""
+of vLLM lacks is left out.
+"""
 
 
 class Clock:
@@ -154,7 +155,7 @@ def read_steps(file: Path) -> list[Step]:
 def computed_anew(
     steps: Sequence[Step], updates: Sequence[tuple[float, float]], after: float = 0.5
 ) -> list[dict[str, float]]:
-    """What an engine computed again after each update, before it went on as usual.
+    """Find the work that an engine did again after each update, before it went on as usual.
 
     A step of answers that go on has a token of each; one with many times as many computes prompts
     and what was thrown away.

@@ -23,13 +23,13 @@ from example_trainer.child_processes.processes import ManagedProcess
 SERVICE, VLLM, RENDEZVOUS = 8000, 9001, 29500
 """The ports of the guide."""
 PKILL = re.compile("vllm|grpo|python|run-api")
-"""What `pkill -9 -u $USER -f "vllm|grpo|python|run-api"` matches in a command line."""
+"""Command lines that `pkill -9 -u $USER -f "vllm|grpo|python|run-api"` matches."""
 END_SECONDS = 5.0
 """After SIGKILL of what PKILL matches, the rest must have ended by itself after so many seconds."""
 
 ENVIRONMENT = r"python (environments/\w+_server|bench/gpu/length_env)\.py( serve)?"
 TRAINER = r"python (-u )?example_trainer/grpo\.py"
-"""How a command starts these programs."""
+"""Forms in which a command starts these programs."""
 
 _VLLM_14B = """CUDA_VISIBLE_DEVICES=0,1 python -u example_trainer/vllm_api_server.py \\
     --model Qwen/Qwen2.5-14B-Instruct --tensor-parallel-size 2 --port 9001"""

@@ -20,7 +20,7 @@ _TIME = re.compile(r"^(?:\w+ )?(\d\d):(\d\d):(\d\d) (.*)$")
 def legacy_figures(
     log: str, rows: Iterable[Mapping[str, Any]], checkpoints: Path
 ) -> dict[str, Any]:
-    """What the restarts of a run took.
+    """Measure the restarts of a run.
 
     Args:
         log: the trainer's.

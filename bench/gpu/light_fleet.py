@@ -3,8 +3,8 @@ checks, and no engine.
 
     python -m bench.gpu.light_fleet SHAPE       then lines as tests/fleet_server.py reads them
 
-What an update costs beside generation can be measured with more of them than a machine without GPUs
-could run vLLM.
+So the cost of an update beside generation can be measured with more servers than vLLM could run on
+a machine without GPUs.
 """
 
 from __future__ import annotations

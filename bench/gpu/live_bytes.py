@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, and their peak: as torch.cuda tells of a GPU, counted tensor by
+"""Bytes of tensors that are alive, and their peak: from torch.cuda on a GPU, counted tensor by
 tensor on a CPU.
 """
 
@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class CountedTensors(TorchDispatchMode):
-    """Follows every storage that an operation gives out, for as long as the mode is active. What an
-    operation takes within itself and gives back is not seen.
+    """Follows every storage that an operation gives out, for as long as the mode is active. Memory
+    that an operation takes and frees within itself is not seen.
 
     Attributes:
         peak: the most bytes that were alive after any one operation since `reset`.

@@ -22,7 +22,7 @@ from bench.gpu.vllm_server import NUMBERS
 
 @dataclass
 class Load:
-    """What is asked for and what was seen.
+    """The requests and their outcome.
 
     Attributes:
         port, model: the server's, on this machine.
@@ -32,7 +32,7 @@ class Load:
         prompt_tokens, min_tokens, max_tokens: lengths; completions vary, so that requests do not
             end together.
         streams: for each streamed request, when its tokens arrived (monotonic clock).
-        finished, failures: requests that ended well; the first few reasons of those that did not.
+        finished, failures: requests that ended well; the first few reasons of failed ones.
     """
 
     port: int

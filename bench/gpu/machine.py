@@ -1,4 +1,4 @@
-"""What the figures were measured on, without any name of the machine or path on it."""
+"""Hardware and versions behind the figures, without any name of the machine or path on it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class MemoryPeaks:
 
 
 def gpu_memory() -> dict[str, float]:
-    """Memory in use on each GPU in GiB, by its number; empty where there is no nvidia-smi."""
+    """Return the memory in use on each GPU in GiB, by its number; empty without nvidia-smi."""
     if which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]

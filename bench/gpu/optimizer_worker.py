@@ -36,7 +36,7 @@ class Choice:
         optimizer, offload, checkpointing: as the trainer's options.
         batch: sequences in a microbatch, each `length` tokens long.
         bins: microbatches of a step.
-        warm_up, steps: steps before those that are timed, and these.
+        warm_up, steps: steps before the timed ones, and the timed ones.
         seconds: time limit of the process.
         device: cuda or cpu.
     """

@@ -1,5 +1,5 @@
-"""What the trainer's speed is held against: a packed Qwen3 as one would write it in plain PyTorch,
-nothing of ours in it.
+"""The baseline of the trainer's speed: a packed Qwen3 in plain PyTorch, with nothing of this
+project.
 
 Variable-length attention is PyTorch's own, the output head takes chunks of tokens and computes each
 again in the backward pass, so that logits are never kept. The layers may be compiled, each by
@@ -23,8 +23,9 @@ CHUNK = 2048
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Sequence[int], Tensor], Tensor]
-"""Of packed q, k, v [tokens, heads, head_dim], their sequences' lengths and cu_seqlens [sequences +
-1]."""
+"""Attention of packed q, k, v [tokens, heads, head_dim], with their sequences' lengths and
+cu_seqlens [sequences + 1].
+"""
 
 
 def attention_of(device: torch.device) -> Attention:
@@ -37,7 +38,7 @@ def attention_of(device: torch.device) -> Attention:
 
     names = inspect.signature(
         varlen_attn
-    ).parameters  # older versions say is_causal, later ones give a window
+    ).parameters  # older versions take is_causal, later ones a window
     options: dict[str, Any] = (
         {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
     )

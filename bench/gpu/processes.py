@@ -1,4 +1,4 @@
-"""Child processes of a benchmark: a vLLM server, and workers that are told what to do line by line.
+"""Child processes of a benchmark: a vLLM server, and workers that take commands line by line.
 
 Every wait has an end.
 """
@@ -34,7 +34,7 @@ NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""NVLink multicast stays off for every child, unless the environment says otherwise."""
+"""NVLink multicast stays off for every child, unless the environment sets it."""
 
 
 def device_variables(on_cpu: bool, gpus: str) -> dict[str, str]:
@@ -57,14 +57,14 @@ def _ports() -> PortReservations:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, and that is this program's own until it ends: who listens
-    there starts later.
-    """
+    """Reserve a free TCP port for this program until it ends; the server on it starts later."""
     return _ports().pick()
 
 
 def among_visible(gpus: str) -> str:
-    """GPU numbers, separated by commas, counted among those that this program may use itself."""
+    """Translate GPU numbers, separated by commas, to those among the GPUs that this program may
+    use.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not visible:
         return gpus
@@ -81,8 +81,8 @@ def crossed_gpus(ranks: int) -> list[str]:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM (of `timeout`, say) ends this program as an exception does, so that
-    its children are stopped.
+    """Let SIGTERM (of `timeout`, for example) end this program in the block as an exception does,
+    so that its children are stopped.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -164,7 +164,7 @@ class Child(processes.ManagedProcess):
 
 
 HELD_SECONDS = 900.0
-"""That a task which is held waits for its turn."""
+"""Limit of the time for which a held task waits for its turn."""
 
 
 class Task(Child):
@@ -186,7 +186,7 @@ class Task(Child):
         """
         Args:
             name: for messages and the log's name.
-            module: run with the two files; by torchrun if there are several ranks, of which the
+            module: run with the two files, by torchrun if there are several ranks. The
                 first one answers.
             output: where the log goes.
             seconds: time limit of the whole process.
@@ -211,7 +211,7 @@ class Task(Child):
         self._answer = files[1]
 
     def begin(self, seconds: float) -> None:
-        """Tell a task that was held what is asked of it; it has so many seconds from now on."""
+        """Hand a held task its work; it has so many seconds from now on."""
         self._seconds, self._began = seconds, time.monotonic()
         part = self._asked.with_suffix(".part")
         part.write_text(self._words, encoding="utf-8")
@@ -219,11 +219,11 @@ class Task(Child):
 
     @property
     def answers(self) -> bool:
-        """Whether `answer` returns, or raises, without waiting."""
+        """Report if `answer` returns, or raises, without waiting."""
         return self.poll() is not None or time.monotonic() - self._began > self._seconds
 
     def answer(self) -> dict[str, Any]:
-        """What it has written, once it has ended.
+        """Return its answer, once it has ended.
 
         Raises BenchError if it did not end in time, or ended without an answer.
         """
@@ -234,7 +234,7 @@ class Task(Child):
                 f"{self.name} did not end within {self._seconds:g} s:\n{tail(self.log_path)}"
             )
         if status != 0 or not self._answer.exists():
-            # Of several ranks the first to fail is the cause.
+            # If several ranks failed, the first failure is the cause.
             reason = processes.first_error(self.log_path) or ""
             raise BenchError(
                 f"{self.name} ended with status {status}: {reason}\n{tail(self.log_path)}"
@@ -266,7 +266,7 @@ def answer_once(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def module_command(module: str, ranks: int = 1) -> list[str]:
-    """How a module is run in this Python, by torchrun if there are several ranks."""
+    """Return the command of a module in this Python, by torchrun if there are several ranks."""
     command = [sys.executable, "-u", "-m"]
     if ranks > 1:
         command += [
@@ -311,7 +311,7 @@ class Worker(Child):
         return self.answer(timeout, command)
 
     def send(self, command: str, **arguments: Any) -> None:
-        """Send a command without waiting; `answer` fetches what it says."""
+        """Send a command without waiting; `answer` fetches the reply."""
         try:
             self.write(json.dumps({"do": command, **arguments}))
         except BrokenPipeError:
@@ -382,7 +382,7 @@ def serve(answers: Answers, commands: dict[str, Callable[..., Any]]) -> None:
         name = request.pop("do")
         try:
             answers.write({"ok": commands[name](**request)})
-        except Exception as error:  # noqa: BLE001 - told to the parent, which decides
+        except Exception as error:  # noqa: BLE001 - reported to the parent, which decides
             traceback.print_exc()
             answers.write({"error": str(error), "type": type(error).__name__})
 

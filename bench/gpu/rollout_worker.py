@@ -1,6 +1,6 @@
 """vLLM by itself: as it comes, in its own batch-invariant mode, or in ours.
 
-Told what to do line by line.
+It takes commands line by line.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RolloutWorker:
     def kernels(
         self, count: int, new_tokens: int, prompt_tokens: int, vocab: int, seeded: bool = False
     ) -> dict[str, Any]:
-        """What the GPU does while it samples: seconds of each kernel, and between kernels.
+        """Measure the GPU while it samples: seconds of each kernel, and between kernels.
 
         Returns:
             {"steps", "seconds", "busy_seconds", "kernels": [[name, launches, seconds], ...] the

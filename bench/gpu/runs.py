@@ -120,8 +120,8 @@ Summary = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a list of updates (BenchTrainer.sync) comes to: milliseconds by phase on both sides,
-    speed, halt.
+    """Summarise a list of updates (BenchTrainer.sync): milliseconds by phase on both sides, speed,
+    halt.
     """
     first_byte = [row["first_byte_to_verified"] for row in rows]
     moved = statistics.median(row["bytes_moved"] for row in rows)
@@ -236,8 +236,8 @@ class Sitting:
         ranks: int = 1,
         **environment: str,
     ) -> Worker:
-        """Start a module that is told what to do; `gpus` empty: where it sees those that this
-        program sees.
+        """Start a module that takes commands; with empty `gpus` it sees the GPUs that this program
+        sees.
         """
         if gpus or not self.on_gpu:
             environment |= device_variables(not self.on_gpu, gpus)
@@ -273,7 +273,8 @@ class LoadedSitting(Sitting):
 
         Args:
             ramp: seconds from their start until the block begins.
-            load: who asks, where this sitting's own asks another server.
+            load: the worker that sends the requests, if this sitting's own is busy with another
+            server.
         """
         load = load or self.load
         seen: dict[str, Any] = {}
@@ -295,7 +296,7 @@ class LoadedSitting(Sitting):
             raise BenchError(f"the load got no answer: {seen['failures'][:3]}")
 
     def warm_up(self, server: VllmServer, concurrency: int) -> None:
-        """The first batches of each size compile kernels, which is no part of any figure."""
+        """Run the first batches of each size, which compile kernels, before any measurement."""
         with self.loaded(server, concurrency, 2 * self.args.ramp):
             pass
 
@@ -310,7 +311,7 @@ class LoadedSitting(Sitting):
         Args:
             first_steps: also ask the server after each update when its engine went on.
             steps: where the server's engine notes its steps (engine_clock.STEPS_FILE), to see what
-                it computes anew.
+                it computes again.
         """
         args = self.args
         options: dict[str, Any] = {"count": args.updates}
@@ -373,8 +374,8 @@ class LoadedSitting(Sitting):
 
 
 def tokens_per_second(server: VllmServer, work: Callable[[], Any]) -> tuple[float, float]:
-    """Run `work` and return (tokens sampled per second meanwhile by the server's own counter,
-    seconds it took).
+    """Run `work` and return the tokens sampled per second by the server's own counter, and the
+    seconds that it took.
     """
     before, started = server.generated_tokens(), time.monotonic()
     work()

@@ -95,7 +95,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "100mb": _qwen3(512, 1536, 5, 8, 4, 64, 16384) | {"torch_dtype": "float32"},
     "tiny": _qwen3(128, 192, 2, 2, 2, 64, 1024) | {"torch_dtype": "float32"},
 }
-"""The contents of config.json. The sizes are those of the published models of these names."""
+"""The contents of config.json. The sizes are the published ones."""
 
 
 def write_model_folder(folder: Path, shape: str) -> Path:
@@ -103,7 +103,7 @@ def write_model_folder(folder: Path, shape: str) -> Path:
     tokens.
 
     The tokenizer names fewer tokens than the model has; prompts are token ids, and a token without
-    a name is no text.
+    a name has no text.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))

@@ -45,17 +45,17 @@ Arithmetic = Literal["ours", "ours, deterministic", "plain", "plain, layers comp
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """The measured case.
 
     Attributes:
-        arithmetic: who computes; see trainer_speed.py.
+        arithmetic: the implementation; see trainer_speed.py.
         shape: a key of SHAPES.
         length, tokens, prompt, group, share: of each bin, see synthetic.Work.
         checkpointing: each layer is computed again in the backward pass.
         offload: masters and moments are in the host's memory.
         ranks: processes, sharded by FSDP2, each with bins of its own.
         bins: of the whole steps that are timed after the single passes; 0: no step is taken.
-        warm_up, repeats: passes before those that are timed, and these.
+        warm_up, repeats: passes before the timed ones, and the timed ones.
         saved_steps: whole steps without a checkpoint, and as many at least once one has begun; 0:
             none is written.
         seconds: time limit of the process.
@@ -246,7 +246,7 @@ def saving(
     config: TrainerConfig,
     whole_step: Callable[[], float],
 ) -> dict[str, Any]:
-    """What a checkpoint, written in the background, costs the steps that are taken meanwhile.
+    """Measure the cost that a checkpoint, written in the background, adds to the steps beside it.
 
     Args:
         count: steps before the checkpoint; as many are taken after it began, and more until it is

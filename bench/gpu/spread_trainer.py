@@ -27,7 +27,7 @@ from example_trainer.parallel.tensor import TensorParallelShards, split_decoder
 from vllm_patching.weights.families import Geometry
 
 IDLE_SECONDS = 3600.0
-"""How long the other ranks wait for the parent's next command."""
+"""Limit of the time for which the other ranks wait for the parent's next command."""
 
 
 class SpreadTrainer(BenchTrainer):
@@ -95,7 +95,7 @@ class SpreadTrainer(BenchTrainer):
             name = request.pop("do")
             try:
                 answer = {"ok": self.commands()[name](**request)}
-            except Exception as error:  # noqa: BLE001 - told to the parent, which decides
+            except Exception as error:  # noqa: BLE001 - reported to the parent, which decides
                 traceback.print_exc()
                 answer = {"error": str(error), "type": type(error).__name__}
             if answers is not None:
@@ -105,7 +105,7 @@ class SpreadTrainer(BenchTrainer):
         return sharded_decoder(geometry, self.dtype, self.device, self.ranks.world_size)
 
     def _held_by_all(self, name: str) -> bool:
-        """Whether all ranks hold a parameter, or a part of it, and must draw it alike."""
+        """Report if all ranks hold a parameter, or a part of it, and must draw it alike."""
         return False
 
     def _local(self) -> dict[str, torch.Tensor]:
@@ -120,7 +120,7 @@ class SpreadTrainer(BenchTrainer):
         return self.ranks.on_main("asking the server", ask)
 
     def _checksums_equal(self, served: list[str], url: str = "") -> bool:
-        """Of the first rank, as the update reported it."""
+        """Return the first rank's value, as the update reported it."""
         return served[0] == self.last_checksum
 
     def _difference(self, *arguments: Any) -> float:

@@ -17,7 +17,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` (0 to 1) of the values do not exceed.
 
     Raises:
-        ValueError: there are no values.
+        ValueError: the list is empty.
     """
     if not values:
         raise ValueError("a percentile of no values was asked for")
@@ -64,12 +64,12 @@ def gaps_of(streams: Sequence[Sequence[float]]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class Halts:
-    """How updates show in the stream of tokens.
+    """The mark that updates leave in the stream of tokens.
 
     Attributes:
         usual: spread of the gaps that touch no update, ms.
         around_updates: spread over the updates of each one's largest gap, ms.
-        unseen: updates that no gap touches, so that nothing can be said of them.
+        unseen: updates that no gap touches, so that their halt is unknown.
     """
 
     usual: dict[str, float]
@@ -134,8 +134,8 @@ class Pair:
 
 
 def alternate(spell: Callable[[bool], float], pairs: int) -> list[Pair]:
-    """What generation loses by updates: spells with and without them in turn, under one load that
-    is never interrupted.
+    """Measure the cost of updates to generation: spells with and without them in turn, under one
+    load that is never interrupted.
 
     The rate of one spell differs from the next by more than an update costs, and drifts; so each
     spell with updates is compared with the one without beside it, and which of the two comes first
@@ -158,8 +158,8 @@ def alternate(spell: Callable[[bool], float], pairs: int) -> list[Pair]:
 
 
 def summary_of_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Means over the spells, their ratio, and each pair's own ratio, whose spread says how far the
-    first can be trusted.
+    """Return means over the spells, their ratio, and each pair's own ratio, whose spread shows how
+    far the first can be trusted.
     """
     without = statistics.fmean(pair.without for pair in pairs)
     with_updates = statistics.fmean(pair.with_updates for pair in pairs)
@@ -187,7 +187,7 @@ def value_at(row: Mapping[str, Any], path: str) -> Any:
 def result_table(
     rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str], corner: str = ""
 ) -> list[str]:
-    """Return a table of results, as one text; nothing if there are no rows.
+    """Return a table of results as one text; an empty list without rows.
 
     Args:
         rows: label -> result.

@@ -76,11 +76,11 @@ def gradient_of(
 
 @dataclass(frozen=True)
 class Work:
-    """What one bin holds: as many groups of sequences as fit its tokens, shared or not.
+    """The content of one bin: as many groups of sequences as fit its tokens, shared or not.
 
     Attributes:
         length: tokens of each sequence.
-        prompt: tokens that come first and are not trained; those of a group have the same.
+        prompt: tokens that come first and are not trained; the sequences of a group have the same.
         group: sequences in a group.
         tokens: at most so many in the bin, if every sequence were forwarded whole.
         share: a group's prompt is forwarded once.

@@ -1,7 +1,8 @@
 """The trainer's side of a measurement: a random model of a given shape behind the project's real
 bridge classes.
 
-Run as a process of its own (`trainer_arguments` makes the command line) and told what to do line by
+Run as a process of its own (`trainer_arguments` makes the command line), which takes commands line
+by
 line: load, connect, sync, check, … Two sets of weights are made beforehand and taken in turn, so
 that making new weights costs one copy.
 """
@@ -35,8 +36,9 @@ from vllm_patching.weights.families import Geometry
 PROMPT_TOKENS = 40
 SAMPLES, SAMPLE_TOKENS = 8, 32
 FIRST_STEP_SECONDS = 30.0
-"""How long to wait, while requests are in flight, until the server knows when its engine went on
-after an update."""
+"""Limit of the wait, while requests are in flight, until the server knows when its engine went on
+after an update.
+"""
 
 
 def trainer_arguments(shape: str, port: int, device: str, timeout: float) -> list[str]:
@@ -45,15 +47,15 @@ def trainer_arguments(shape: str, port: int, device: str, timeout: float) -> lis
 
 
 def scaled(name: str, noise: Tensor, std: float) -> Tensor:
-    """Scale noise in place to the weights of a parameter: those of a norm are about 1."""
+    """Scale noise in place to the weights of a parameter: weights of a norm are about 1."""
     if "norm" in name:
         return noise.mul_(0.05).add_(1.0)
     return noise.mul_(std)
 
 
 class BenchTrainer:
-    """What the parent can ask for; every public method is a command and returns something that JSON
-    can hold.
+    """The commands of the parent; every public method is one and returns something that JSON can
+    hold.
     """
 
     decoder: Callable[[Geometry, torch.dtype, torch.device], Decoder] = Decoder
@@ -141,8 +143,8 @@ class BenchTrainer:
 
         Args:
             kind: which bridge.
-            ports: of several servers on this machine, by broadcast; by default that of the one that
-                was told at the start.
+            ports: of several servers on this machine, by broadcast; by default the port from the
+                command line.
             options: keyword arguments of its class, such as transfer; one that the class does not
                 know is an error.
 
@@ -239,7 +241,7 @@ class BenchTrainer:
         ones before?
 
         Args:
-            port: of the server that is asked, by default the one that was told at the start.
+            port: of the server to check, by default the port from the command line.
         """
         prompt, url = self._prompt(seed), f"http://localhost:{port or self.port}"
         answer, state = self._asked(
@@ -253,8 +255,8 @@ class BenchTrainer:
         }
 
     def is_served_by(self, port: int) -> bool:
-        """Whether a vLLM server on this machine holds this model's weights, by the checksums of its
-        ranks.
+        """Report if a vLLM server on this machine holds this model's weights, by the checksums of
+        its ranks.
         """
         url = f"http://localhost:{port}"
         return self._checksums_equal(self._get("/bridge/state", url)["checksums"], url)
@@ -383,11 +385,11 @@ class BenchTrainer:
         return httpx.get(f"{url or self.url}{path}", timeout=30).raise_for_status().json()
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
-        """What a question to the server gives."""
+        """Ask the server, on the rank that speaks with it."""
         return ask()
 
     def _compared(self, prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
-        """How far an answer's logprobs are from those of the weights sent last, and of the ones
+        """Compare an answer's logprobs with those of the weights sent last, and of the weights
         before.
         """
         sampled, served = (
@@ -406,8 +408,8 @@ class BenchTrainer:
         }
 
     def _checksums_equal(self, served: list[str], url: str = "") -> bool:
-        """Whether each of the server's ranks holds what it should, as computed from this side's
-        tensors.
+        """Report if each of the server's ranks holds the right weights, as computed from this
+        side's tensors.
         """
         from vllm_patching.protocol.checksum import weights_checksum
         from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view

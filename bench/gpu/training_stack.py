@@ -105,7 +105,7 @@ class TrainingStack:
 
 
 def answers(url: str) -> bool:
-    """Whether a GET is answered with 200."""
+    """Report if a GET is answered with 200."""
     try:
         return httpx.get(url, timeout=40).status_code == 200
     except httpx.TransportError:
@@ -123,8 +123,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def wait_for_end(
     child: Child, seconds: float, meanwhile: Callable[[], bool | None] = lambda: None
 ) -> None:
-    """Wait until a process has ended well, or `meanwhile`, which is called many times a second,
-    says that it has done enough.
+    """Wait until a process has ended well, or until `meanwhile`, which is called many times a
+    second, returns true.
 
     Raises:
         BenchError: it failed, or has not ended after so many seconds.

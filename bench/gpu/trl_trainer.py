@@ -19,7 +19,7 @@ weights' way to vLLM."""
 
 
 class DropCounter(logging.Handler):
-    """Counts the samples that TRL says it drops."""
+    """Counts the samples that TRL reports as dropped."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

@@ -14,15 +14,16 @@ from bench.gpu.processes import BenchError, Child, free_port
 from example_trainer.launcher import roles
 
 NUMBERS = {"ignore_eos": True, "return_text": False, "token_logprobs": True}
-"""What a request to /generate says if nobody wants text, or tables of logprobs: as this project's
-environments ask."""
+"""Fields of a request to /generate without text and tables of logprobs: the form that this
+project's environments use.
+"""
 READY_SECONDS = 240.0
 """The first start on a fresh machine takes 100 to 130 s."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How to start it.
+    """Options of a server.
 
     Attributes:
         gpus: for CUDA_VISIBLE_DEVICES; empty on a machine without one.
@@ -77,7 +78,7 @@ class VllmServer(Child):
         folder = logs or model.parent / f"logdir-{name.replace(' ', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
         on_gpu = bool(options.gpus)
-        # Whoever measures here comes without a key, which the machine's environment may hold.
+        # Benchmarks come without a key, which the machine's environment may hold.
         environment = {"VLLM_API_KEY": "", "VLLM_NO_USAGE_STATS": "1", "LOGDIR": str(folder)}
         environment["VLLM_ENABLE_SHARED_WEIGHTS"] = "1" if options.shared else "0"
         memory: dict[str, roles.Value] = {}
@@ -114,7 +115,7 @@ class VllmServer(Child):
         )
 
     def ready(self) -> bool:
-        """Whether it samples a token now. Raises BenchError if it has ended."""
+        """Report if it samples a token now. Raises BenchError if it has ended."""
         if self.poll() is not None:
             raise self.ended()
         try:
@@ -141,7 +142,7 @@ class VllmServer(Child):
         return answer
 
     def health(self) -> int:
-        """Status of GET /health; 0 if nobody answers."""
+        """Return the status of GET /health; 0 without an answer."""
         try:
             return httpx.get(f"{self.url}/health", timeout=30).status_code
         except httpx.TransportError:
@@ -159,7 +160,7 @@ class VllmServer(Child):
         return answer["token_ids"][0], answer["token_logprobs"][0]
 
     def generated_tokens(self) -> float:
-        """How many tokens it has sampled since it started, by its own counter."""
+        """Return the number of tokens that it has sampled since its start, by its own counter."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
         found = re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", text, re.MULTILINE)
         if not found:
@@ -181,7 +182,7 @@ class VllmServer(Child):
     def worker_process(self, tp_rank: int) -> psutil.Process:
         """The process that holds a rank's weights.
 
-        Raises BenchError if it cannot be told from the others.
+        Raises BenchError if it cannot be distinguished from the others.
         """
         processes = self.engine_processes()
         if self.options.tp == 1:

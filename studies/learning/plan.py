@@ -42,10 +42,11 @@ DAMPED = (
         ("--correction", "token_truncate", *SLOW),
     ),
 )
-"""What may hold runs of old batches that a correction alone does not: name, label, flags (the last
-of a name counts)."""
+"""Protections that may hold runs of old batches where a correction alone does not: name, label,
+flags (the last of a name counts).
+"""
 TWICE = ("--ppo-epochs", "2", "--minibatches", "2", "--two-copies")
-"""What vLLM holds must not change between the updates of a batch."""
+"""vLLM's weights must not change between the updates of a batch."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,7 @@ CHAPTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "losses": ("Losses, one update a batch", ("ordinary",)),
     "losses_2x2": ("Losses, two epochs of two minibatches", ()),
 }
-"""What is compared with what: a title, and the variants of other chapters that are shown beside
-it."""
+"""One comparison: a title, and the variants of other chapters that are shown beside it."""
 TINY = ("stale_1", "sequence_mask_4", "gspo_2x2")
 """One of each kind, for a CPU."""
 
@@ -148,8 +148,8 @@ class Training:
 
 
 def plan(only: Sequence[str], seeds: Sequence[int]) -> list[Training]:
-    """All trainings, every variant's first seed before any second one: who is cut short has some of
-    everything.
+    """Return all trainings, every variant's first seed before any second one: a run that is cut
+    short has some of everything.
     """
     chosen = [variant for variant in VARIANTS.values() if variant.name in only]
     return [Training(variant, seed) for seed in seeds for variant in chosen]
@@ -170,5 +170,5 @@ def gpus_of(training: Training, slot: int, gpus: int) -> str:
 
 
 def estimated_seconds(trainings: int, slots: int, seconds_each: float) -> float:
-    """How long so many trainings take, `slots` at a time."""
+    """Estimate the time of so many trainings, `slots` at a time."""
     return math.ceil(trainings / slots) * seconds_each

@@ -5,8 +5,7 @@ problems and KL.
     python studies/learning/plots.py out/learning.json --output out
 
 A line is the mean over the seeds, the band around it reaches from the least to the greatest. Runs
-that diverged are drawn too, as far as they came. A chapter of which nothing was trained gets no
-picture.
+that diverged are drawn too, as far as they came. A chapter without trainings gets no picture.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from studies.learning.plan import CHAPTERS, Variant, shown_in
 from studies.learning.summary import band
 
 COLOURS = ("#1f2933", "#8a97a6", "#2463c9", "#c05621", "#2f855a", "#8b3fa0", "#b7950b")
-"""What a chapter is compared with comes first."""
+"""Put the baseline of a chapter first."""
 Runs = Mapping[str, Mapping[str, Any]]
 
 

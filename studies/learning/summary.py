@@ -1,4 +1,4 @@
-"""What became of trainings: curves short enough to keep, divergence, figures over seeds.
+"""Outcome of trainings: curves short enough to keep, divergence, figures over seeds.
 
 Pure: no I/O, no torch.
 """
@@ -18,9 +18,9 @@ CURVES = (
     "correction_masked", "correction_masked_sequences", "age_mean", "mismatched_tokens", "compared_tokens", "seconds_wait",
     "seconds_train",
 )  # fmt: skip
-"""Columns of metrics.jsonl that are kept; those that a run has not are left out."""
+"""Columns of metrics.jsonl that are kept; missing ones are left out."""
 POINTS = 40
-"""Of a kept curve, at most."""
+"""Points of a kept curve, at most."""
 WINDOW = 0.1
 """Share of a run's steps over which a reward is a mean: its first and its last ones."""
 LOWEST_REWARD = -1.0
@@ -31,7 +31,7 @@ KL_LIMIT = 0.5
 """Nats per token between trainer and sampler, as a mean over a window, from which they are
 different models."""
 NOT_FINITE = ("is NaN or infinite", "non-finite", "not finite")
-"""What the trainer's last line says if its gradient or weights are."""
+"""Text in the trainer's last line if its gradient or weights are not finite."""
 
 
 def downsampled(values: Sequence[float | None], points: int = POINTS) -> list[float | None]:
@@ -47,7 +47,7 @@ def steps_of(count: int, points: int = POINTS) -> list[float]:
 
 
 def window_of(count: int, points: int = POINTS) -> int:
-    """How many values go into one mean."""
+    """Number of values that go into one mean."""
     return max(1, math.ceil(count / points))
 
 
@@ -62,9 +62,10 @@ def curves(rows: Sequence[Row]) -> dict[str, list[float | None]]:
 
 
 def divergence(rows: Sequence[Row], last_line: str) -> str | None:
-    """How a run went wrong, in a few words; None if it did not.
+    """Describe a run's failure in a few words; None if it did not fail.
 
-    An error that has nothing to do with numbers is no divergence, whatever the curves had come to.
+    An error without a link to numbers does not count as divergence, whatever the curves had come
+    to.
 
     Args:
         rows: of its steps.

@@ -13,8 +13,9 @@ is exact and a seed means the same problems to all. Several share a GPU. A train
 again, whatever ends this program, as long as its flags, the model's weights and the code that trains are the same; one is not
 begun if it would not end in --seconds. A training that diverges is a result.
 
-What does not fit into one day is added on another, with the same weights: --add-to takes over the runs of an earlier
-learning.json, and trains what it has not. The code may have changed meanwhile: each run says which commit it is of.
+If one day is too short for all, add the rest on another with the same weights: --add-to takes over
+the runs of an earlier learning.json, and trains the missing ones. The code may have changed in
+between: each run names its commit.
 
     python studies/learning/trainings.py --output DIR --model model --add-to bench/results/learning.json
 
@@ -30,8 +31,9 @@ On a machine with GPUs whose commands have a time limit, let this run on by itse
     cp out/learning.json bench/results/
     python studies/learning/plots.py && python bench/figures.py
 
-The trial run shows what a step costs beside others, which --step-seconds and --start-seconds tell the next one. `--mps` lets
-processes of one GPU compute at the same time instead of in turns. Prints a table and writes learning.json.
+The trial run shows the cost of a step beside others; give it to the next one with --step-seconds
+and --start-seconds. `--mps` lets processes of one GPU compute at the same time instead of in turns.
+Prints a table and writes learning.json.
 """
 
 from __future__ import annotations
@@ -146,7 +148,7 @@ class Learning:
     def run(self) -> None:
         """Everything that is not there yet, as far as the time goes.
 
-        Raises BenchError if there is no model, or no GPU.
+        Raises BenchError if the model or a GPU is missing.
         """
         if not (self.args.model / "config.json").exists():
             raise BenchError(
@@ -213,8 +215,8 @@ class Learning:
                 self.results.put("runs", name, value=found)
 
     def _say_what_is_missing(self) -> None:
-        """Keep the names of the trainings, of all variants and the seeds of now, of which there is
-        no result.
+        """Keep the names of the trainings, of all variants and the seeds of now, that have no
+        result.
         """
         done = {
             name
@@ -225,7 +227,7 @@ class Learning:
         self.results.put("missing", value=[name for name in every if name not in done])
 
     def _left_to_do(self) -> list[Training]:
-        """The trainings that DIR does not hold yet; those that it holds go into the results."""
+        """Return the trainings that DIR does not hold yet; the others go into the results."""
         todo, kept_ones = [], []
         for training in plan(self.args.only, self.args.seeds):
             reason = refusal(training.variant, self.on_cpu)
@@ -267,7 +269,7 @@ class Learning:
         )
 
     def _seconds_each(self) -> float:
-        """What a training takes: as the options say, until three have ended."""
+        """Estimate the time of a training: from the options, until three have ended."""
         ended = sorted(
             run["seconds"]
             for run in self.results.data.get("runs", {}).values()
@@ -291,7 +293,7 @@ class Learning:
         return path
 
     def _flags(self, training: Training) -> list[str]:
-        """What simple_rl.py is told but for the folders of model and output, which are this
+        """Return the options of simple_rl.py except the folders of model and output, which are this
         machine's.
         """
         args = self.args
@@ -377,10 +379,10 @@ class Learning:
 
 
 def made_of(model: Path, root: Path = ROOT) -> dict[str, str]:
-    """What decides beside the flags what a training comes to, as digests: `model` of its weights,
+    """Return digests of the other inputs of a training beside the flags: `model` of its weights,
     `code` of the Python in CODE.
 
-    A commit would not do: it says nothing of edited files, and changes with those that no training
+    A commit would not do: it does not cover edited files, and changes with files that no training
     reads.
     """
     code = sorted(path for folder in CODE for path in (root / folder).rglob("*.py"))
@@ -391,7 +393,7 @@ def made_of(model: Path, root: Path = ROOT) -> dict[str, str]:
 
 
 def _digest(folder: Path, files: list[Path]) -> str:
-    """Of names and contents, 16 hexadecimal digits."""
+    """Return a digest of names and contents, 16 hexadecimal digits."""
     whole = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:

@@ -2,9 +2,10 @@
 
     python -m studies.starter_model --seed 0 --output assets/starter_model
 
-Everything is generated on this machine; nothing is downloaded. The same command gives the same bytes on the same machine
-(same PyTorch build, same number of threads). Takes about ten minutes on two cores. In a second stage of as long again
-the model learns to ask a calculator, too, where it is offered one (docs/calculator.md says why that is another model):
+Everything is generated on this machine; nothing is downloaded. The same command gives the same
+bytes on the same machine (same PyTorch build, same number of threads). Takes about ten minutes on
+two cores. In a second stage of as long again the model learns to ask a calculator, too, if it is
+offered one (docs/calculator.md gives the reason for a second model):
 
     python -m studies.starter_model --first-stage assets/starter_model \
         --calculator-steps 600 --threads 1 --output assets/calculator_model
@@ -217,7 +218,7 @@ def first_stage(
 
 
 def _versions(threads: int) -> dict[str, Any]:
-    """What else the bits depend on."""
+    """Versions on which the bits depend, too."""
     return {
         "threads": threads,
         "processor": torch.backends.cpu.get_cpu_capability(),

@@ -5,7 +5,7 @@ Four kinds are mixed:
 
 * an arithmetic problem, answered at once, without regard for carries;
 * an arithmetic problem, worked out;
-* a problem with the offer of a calculator, and a reply that asks it: what it says comes as another
+* a problem with the offer of a calculator, and a reply that asks it: its answer comes as another
   turn, and the model puts it into a box. With the same offer others are answered at once, or, if
   they are short enough, worked out;
 * a *long story* with several numbers, which the model cannot solve. The reply names some number of
@@ -79,7 +79,7 @@ Kind = Literal["at once", "worked", "story", "called"]
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How often each kind of example occurs (all are shares from 0 to 1)."""
+    """Frequency of each kind of example (all are shares from 0 to 1)."""
 
     worked: float
     """Share of the arithmetic examples that are worked out; the others are answered at once. Long
@@ -106,7 +106,7 @@ class Mixture:
 class Example:
     """One question and its reply, with an optional system prompt.
 
-    Of a call also what is said to it, and the last reply.
+    A call also has the calculator's answer, and the last reply.
     """
 
     kind: Kind

@@ -2,9 +2,9 @@
 
 *At once*: only the boxed answer. It forgets every carry (or borrow), the way people who hurry do,
 and of a product it takes no more than the leading digits. *Worked out*: column by column from the
-right, with carry and borrow said aloud, then the boxed answer; never wrong here. *Asked*: a call of
-the calculator, where one is offered, and then what it said in a box (calculator_problems.py has the
-syntax).
+right, with carry and borrow written out, then the boxed answer; never wrong here. *Asked*: a call
+of the calculator, where one is offered, and then its answer in a box (calculator_problems.py has
+the syntax).
 """
 
 from __future__ import annotations

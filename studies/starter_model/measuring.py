@@ -1,5 +1,5 @@
-"""What the starter model does with problems that it was not shown: how often it has which habit,
-and how well each does.
+"""Measure the starter model on problems that it was not shown: the frequency of each habit, and the
+success of each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from studies.starter_model.tokenizer import TURN_END, continuation, conversation
 
 @dataclass(frozen=True, slots=True)
 class HabitReport:
-    """How the model answers held-out problems of one level.
+    """Sort the model's answers to held-out problems of one level.
 
     All but lengths and counts are fractions from 0 to 1.
     """
@@ -30,7 +30,7 @@ class HabitReport:
     problems: int
     greedy_accuracy: float
     greedy_at_once: float
-    """How often the greedy answer is given at once."""
+    """Return how often the greedy answer comes at once."""
     sampled_accuracy: float
     sampled_at_once: float
     sampled_length: float
@@ -94,7 +94,7 @@ def measure_habits(
 
 @dataclass(frozen=True, slots=True)
 class CallReport:
-    """What the model does with held-out problems, offered the calculator.
+    """Sort the model's replies to held-out problems, with the calculator on offer.
 
     All but level and count are fractions from 0 to 1.
     """
@@ -104,7 +104,7 @@ class CallReport:
     greedy_accuracy: float
     """Greedy; a call without its answer counts as wrong."""
     sampled_called: float
-    """How often a sampled reply begins a call (temperature 1)."""
+    """Return how often a sampled reply begins a call (temperature 1)."""
     worked_accuracy: float
     """Greedy, where the first token may open neither a box nor a call."""
     called_accuracy: float
@@ -200,8 +200,8 @@ def complete(
     forbidden_first: Sequence[int] = (),
     max_tokens: int = 48,
 ) -> list[list[int]]:
-    """What the model writes after each text: token ids up to and including its end-of-turn token;
-    temperature 0 is greedy.
+    """Return the model's continuation of each text: token ids up to and including its end-of-turn
+    token; temperature 0 is greedy.
     """
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left").to(
         model.device

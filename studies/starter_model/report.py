@@ -119,7 +119,7 @@ def write_readme(
     Args:
         habits, calls: what was measured; empty if nothing was.
         parameters: how many it has.
-        made: what `how_made` says.
+        made: the text of `how_made`.
     """
     figures = NOT_MEASURED
     if habits:

@@ -107,7 +107,7 @@ def conversation(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str
 
 
 def continuation(result: str) -> str:
-    """What the chat template puts between a call's end-of-turn token and the next reply."""
+    """Text of the chat template between a call's end-of-turn token and the next reply."""
     return f"\n{TURN_START}tool\n{result}{TURN_END}\n{TURN_START}assistant\n"
 
 

@@ -77,7 +77,7 @@ class TrainingPlan:
     calculator_settling: float = 0.35
     """Share of its steps that count as the last ones."""
     called_while_learning: float = 0.8
-    """Share of those that ask it."""
+    """Share of the problems that ask it."""
     called_weight: float = 2.0
     """Weight of a token of a call, and of the box with its result: long numbers are copied, which
     takes longest to learn."""
@@ -89,7 +89,7 @@ class TrainingPlan:
     so many seem to ask."""
 
     def mixture(self, step: int) -> Mixture:
-        """What the examples of one step of the first stage are drawn from."""
+        """Source of the examples of one step of the first stage."""
         settling = step >= self.steps * (1 - self.settling)
         return Mixture(worked=self.worked_at_the_end if settling else self.worked_while_learning)
 
@@ -100,7 +100,7 @@ class TrainingPlan:
         return min(1.0, warm, cool)
 
     def calculator_mixture(self, step: int) -> Mixture:
-        """What the examples of one step of the second stage are drawn from."""
+        """Source of the examples of one step of the second stage."""
         settling = step >= self.calculator_steps * (1 - self.calculator_settling)
         offered = self.offered_at_the_end if settling else self.offered
         return Mixture(
@@ -200,7 +200,7 @@ def train_calculator(
 ) -> Qwen3ForCausalLM:
     """The second stage: the model as the first left it learns to ask a calculator.
 
-    As exact as the first, logged likewise.
+    As exact as the first, and logged in the same way.
     """
     torch.use_deterministic_algorithms(True)
     streams: dict[Mixture, Iterator[Example]] = {}
@@ -307,7 +307,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, example: Example, plan: Training
         ids += [*between, *last]
         weights += [0.0] * len(between) + [weight] * len(
             last
-        )  # what the calculator says is not the model's to foresee
+        )  # the model must not predict the calculator's answer
         in_reply += [False] * len(between) + [True] * len(last)
     return _Row(ids, weights, in_reply)
 

@@ -4,10 +4,10 @@ solutions alone.
     python -m studies.word_problems.make_model --output DIR  # one GPU, minutes
     python -m studies.word_problems.make_model --output DIR --shape tiny --device cpu  to try it
 
-It is shown worked-out stories (problems.py) until its samples solve a share of those that it will
-be rewarded for, some of which have more steps than it was ever shown; then its learning rate falls
-to zero over the last steps. DIR gets what Hugging Face writes, bfloat16 if it was made on a GPU,
-and training_log.jsonl: plan, versions, loss, and the share solved by steps.
+It is shown worked-out stories (problems.py) until its samples solve a share of the rewarded
+problems, some of which have more steps than any story; then its learning rate falls to zero over
+the last steps. DIR gets what Hugging Face writes, bfloat16 if it was made on a GPU, and
+training_log.jsonl: plan, versions, loss, and the share solved by steps.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Of Qwen3Config."""
+        """Sizes of Qwen3Config."""
         return {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
@@ -287,7 +287,7 @@ OPTIONS: Options = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Make the model, and say how much it solves."""
+    """Make the model, and log how much it solves."""
     options = command_line(__doc__, OPTIONS).parse_args(arguments)
     given = {
         name: getattr(options, name)

@@ -5,8 +5,9 @@
 
     Mei: 47. Mei: 47 + 38 = 85. Kofi: 85 * 3 = 255. Kofi: 255 - 55 = 200. \\boxed{200}
 
-How hard one is follows from its number of steps: each has one more sum to get right, and one more sentence to find. Training
-and held-out problems are disjoint: a hash of the question says on which side it lies.
+Difficulty follows from the number of steps: each has one more sum to get right, and one more
+sentence to find. Training and held-out problems are disjoint: a hash of the question decides its
+side.
 
 >>> story = next(training(0, (3,)))
 >>> story.solution.endswith(f"\\\\boxed{{{story.answer}}}"), story.steps
@@ -38,7 +39,7 @@ SUPERVISED_STEPS: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
 REWARDED_STEPS: tuple[int, ...] = (4, 5, 6, 7, 8)
 """Steps of the problems that it is rewarded for: some have more than it was ever shown."""
 EASY_STEPS: tuple[int, ...] = (1, 2)
-"""Steps of those that a tiny model can learn on a CPU."""
+"""Steps of the problems that a tiny model can learn on a CPU."""
 DISTRACTORS = 4
 """At most so many sentences do not matter."""
 
@@ -114,7 +115,7 @@ def tell(rng: random.Random, steps: int) -> Story:
         name, value = owner, result
         people.append(name)
     for _ in range(rng.randint(0, DISTRACTORS)):
-        # Somebody else's, or something else: never a number of the story itself.
+        # Another person's, or another thing: never a number of the story itself.
         elsewhere = rng.random() < 0.5
         whose, what = (names.pop(), item) if elsewhere else (rng.choice(people), other_item)
         aside = rng.choice(ASIDES).format(name=whose, n=rng.randint(2, OPERAND), item=what)
@@ -124,8 +125,8 @@ def tell(rng: random.Random, steps: int) -> Story:
 
 
 def _operation(rng: random.Random, value: int) -> tuple[str, int, tuple[str, ...]]:
-    """A step that keeps the quantity between 1 and LARGEST: its symbol, its operand, and how it may
-    be told.
+    """A step that keeps the quantity between 1 and LARGEST: its symbol, its operand, and a sentence
+    for it.
     """
     symbols = ["+"] if value + 2 <= LARGEST else []
     symbols += ["-"] if value > 2 else []
@@ -184,4 +185,4 @@ STARTER = Task(
         for one in arithmetic_problems.held_out_problems(count, 1)
     ],
 )
-"""What the starter model was made for: one sum."""
+"""The starter model's task: one sum."""

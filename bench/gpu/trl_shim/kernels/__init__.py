@@ -45,5 +45,5 @@ class _Kernel:
 
 
 def get_kernel(*_: Any, **__: Any) -> type[_Kernel]:
-    """Whatever is asked for."""
+    """Accept any request."""
     return _Kernel
