@@ -49,7 +49,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "example_trainer/algorithm/advantages.py": (),
     "example_trainer/batch/packing.py": (),
     "example_trainer/weight_bridge/send_plan.py": (),
-    "vllm_patching/protocol/lease.py": (),
+    "vllm_patching/server/state.py": (),
     "vllm_patching/weights/sharding.py": (),
 }
 """Pure logic of every package -> tests that reach it through another module."""

@@ -239,17 +239,16 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     from vllm_patching.compat.loggers import worker_logger
     from vllm_patching.compat.outputs import take_logprobs_together
     from vllm_patching.compat.server_app import wrap_server
+    from vllm_patching.protocol.messages import BridgeRefusal
     from vllm_patching.protocol.timeline import open_timeline
-    from vllm_patching.protocol.verification import BridgeRefusal
-    from vllm_patching.server.bridge_routes import NOT_SHARED
+    from vllm_patching.server.bridge import BridgeController
     from vllm_patching.server.config_file import ConfigFileError
-    from vllm_patching.server.controller import BridgeController
     from vllm_patching.server.generate import Generator
     from vllm_patching.server.lora import AdapterSpans, LoraController
     from vllm_patching.server.metrics import attach_metrics
-    from vllm_patching.server.routes import LockstepService, attach
+    from vllm_patching.server.routes import NOT_SHARED, LockstepService, attach
+    from vllm_patching.server.state import VersionSpans
     from vllm_patching.server.timeline import ServerTimeline
-    from vllm_patching.server.version_spans import VersionSpans
 
     logger = worker_logger("lockstep.server")
     service = LockstepService()

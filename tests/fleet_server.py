@@ -119,7 +119,7 @@ class Fault:
 
 def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
     """A worker of one rank, with the project's extension."""
-    from vllm_patching.worker import extension, updater
+    from vllm_patching.worker import extension, receiving
 
     extension.tensor_parallel = lambda: (0, 1)  # type: ignore[assignment]
 
@@ -167,14 +167,14 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
                     told["checksum"] = "falsified"
             return told
 
-    receive = updater.WeightUpdater._receive
+    receive = receiving.WeightUpdater._receive
 
     def receive_faultily(self: Any, command: Any) -> None:
         if fault.come_to("receive") == "slow":
             time.sleep(fault_seconds())
         receive(self, command)
 
-    updater.WeightUpdater._receive = receive_faultily  # type: ignore[method-assign]
+    receiving.WeightUpdater._receive = receive_faultily  # type: ignore[method-assign]
     return Worker()
 
 
@@ -237,9 +237,9 @@ async def _serve(
     import uvicorn
     from fastapi import FastAPI
 
-    from vllm_patching.server.controller import BridgeController
+    from vllm_patching.server.bridge import BridgeController
     from vllm_patching.server.routes import LockstepService, make_router
-    from vllm_patching.server.version_spans import VersionSpans
+    from vllm_patching.server.state import VersionSpans
 
     if (place := torch.device(device)).type == "cuda":
         torch.cuda.set_device(place)  # as vLLM's worker does
@@ -296,9 +296,9 @@ def _be_server(told: dict[str, Any]) -> None:
     if model := told.get("model"):
         take_shapes_of(Path(model))
     if bucket := told.get("bucket"):
-        from vllm_patching.worker import receiving, updater
+        from vllm_patching.worker import receiving
 
-        receiving.WeightUpdater = partial(updater.WeightUpdater, bucket_bytes=bucket)  # type: ignore[assignment,misc]
+        receiving.WeightUpdater = partial(receiving.WeightUpdater, bucket_bytes=bucket)  # type: ignore[assignment,misc]
     chosen = {key: told[key] for key in ("address", "device", "dtype") if key in told}
     trip = Trip() if told.get("traced") else None
     with trip.traced() if trip is not None else nullcontext():

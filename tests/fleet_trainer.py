@@ -30,8 +30,7 @@ from example_trainer.weight_bridge.fleet_updates import FleetUpdates
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.stream import WeightStream
 from tests.fleet_server import tiny_model
-from vllm_patching.transport.lane import Lane, nobody_lost
-from vllm_patching.transport.shared_lane import NearSender
+from vllm_patching.transport.lane import Lane, NearSender, nobody_lost
 
 TIMEOUT, PATIENCE, LIMIT = 30.0, 2.0, 60.0
 """Seconds: of a server's steps; for one that is late; for which servers are waited for."""

@@ -69,8 +69,8 @@ VLLM = (
     "vllm.model_executor.layers.quantization.online.base", "vllm.entrypoints.serve.instrumentator.metrics",
     "vllm.entrypoints.serve.instrumentator.offline_docs", "vllm.entrypoints.serve.lora.api_router",
     "vllm.entrypoints.serve.profile.api_router", "vllm.entrypoints.serve.tokenize.api_router",
-    "vllm.entrypoints.generate.structured_decisions.serving", "vllm_patching.server.controller",
-    "vllm_patching.server.routes", "vllm_patching.worker.receiving", "vllm_patching.worker.updater",
+    "vllm.entrypoints.generate.structured_decisions.serving", "vllm_patching.server.bridge",
+    "vllm_patching.server.routes", "vllm_patching.worker.receiving", "vllm_patching.worker.receiving",
     "model_hosting_container_standards.sagemaker", "uvicorn.protocols.http.httptools_impl", "multiprocessing.popen_fork",
 )  # fmt: skip
 LATER = {"light": SERVING + LIGHT, "vllm": SERVING + VLLM}

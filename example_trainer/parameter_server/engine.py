@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_patching.engine_core.extension import verify_and_resume
-from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME
+from vllm_patching.protocol.messages import CAN_VERIFY_AND_RESUME
 
 Call = Callable[[str, Sequence[Any]], list[Any]]
 """Calls a method of every rank's receiver with these arguments; one answer of each, by rank."""

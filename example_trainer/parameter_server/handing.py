@@ -24,7 +24,7 @@ from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
 from example_trainer.weight_bridge.server import BridgeServer
 from vllm_patching.protocol.timeline import Timeline, open_timeline, unix_ns
-from vllm_patching.server.version_spans import Weights
+from vllm_patching.server.state import Weights
 
 logger = logging.getLogger(__name__)
 

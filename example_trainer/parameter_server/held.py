@@ -26,13 +26,11 @@ from vllm_patching.protocol.manifest import (
     flat_layout,
     flat_views,
 )
-from vllm_patching.protocol.workers import BridgeWorker, Check, Room, Setup
-from vllm_patching.transport.cohort import Target
+from vllm_patching.protocol.messages import BridgeWorker, Check, Room, Setup
 from vllm_patching.transport.shared_memory import gpu_uuid
 from vllm_patching.weights.families import Geometry
 from vllm_patching.weights.sharding import ShardSpec, Slice, plan_shards
-from vllm_patching.worker.receiving import WeightReceiver
-from vllm_patching.worker.updater import WeightUpdater
+from vllm_patching.worker.receiving import Target, WeightReceiver, WeightUpdater
 
 logger = logging.getLogger(__name__)
 

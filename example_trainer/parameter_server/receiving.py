@@ -20,16 +20,14 @@ from atroposlib.web.connections import connections_allowed
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parameter_server.engine import Call, StillEngine
 from example_trainer.parameter_server.held import HeldWeights
+from vllm_patching.protocol.messages import BridgeRefusal, Writer
 from vllm_patching.protocol.timeline import open_timeline
-from vllm_patching.protocol.verification import BridgeRefusal
-from vllm_patching.protocol.writers import Writer
 from vllm_patching.server.access import AskAtTheDoor, Door
-from vllm_patching.server.bridge_routes import add_bridge_routes
-from vllm_patching.server.controller import BridgeController
+from vllm_patching.server.bridge import BridgeController, Settlement
 from vllm_patching.server.metrics import BridgeMetrics, FollowBridge
-from vllm_patching.server.settlement import Settlement
+from vllm_patching.server.routes import add_bridge_routes
+from vllm_patching.server.state import VersionSpans, Weights
 from vllm_patching.server.timeline import PushTimeline
-from vllm_patching.server.version_spans import VersionSpans, Weights
 
 logger = logging.getLogger(__name__)
 

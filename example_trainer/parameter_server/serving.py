@@ -28,7 +28,7 @@ from example_trainer.training.host_memory import free_host_memory
 from example_trainer.weight_bridge.send_plan import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest, flat_layout
 from vllm_patching.server.access import Door
-from vllm_patching.server.version_spans import Weights
+from vllm_patching.server.state import Weights
 
 logger = logging.getLogger(__name__)
 

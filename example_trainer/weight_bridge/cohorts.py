@@ -19,11 +19,18 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.send_plan import SendPlan
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError
-from vllm_patching.transport.cohort import lane_places
-from vllm_patching.transport.forming import form_lanes
-from vllm_patching.transport.lane import GO, NEAR, SENDER, Lane, LanePlace, close_lanes
+from vllm_patching.transport.lane import (
+    GO,
+    NEAR,
+    SENDER,
+    Lane,
+    LanePlace,
+    SendMemory,
+    close_lanes,
+    form_lanes,
+    lane_places,
+)
 from vllm_patching.transport.rendezvous import Meeting, connect_store, first_line
-from vllm_patching.transport.shared_lane import SendMemory
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,13 @@ from vllm_patching.transport.addresses import (
     listening_address,
     rendezvous_address,
 )
-from vllm_patching.transport.keyed_store import KeyedStore
-from vllm_patching.transport.rendezvous import Meeting, connect_store, host_store
-from vllm_patching.transport.store_wire import new_secret
+from vllm_patching.transport.rendezvous import (
+    KeyedStore,
+    Meeting,
+    connect_store,
+    host_store,
+    new_secret,
+)
 
 _T = TypeVar("_T")
 

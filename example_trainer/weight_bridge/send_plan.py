@@ -19,9 +19,16 @@ from typing import Any
 
 import torch
 
-from vllm_patching.protocol.manifest import FlatSlice, Manifest, flat_layout
+from vllm_patching.protocol.manifest import (
+    BUCKET_BYTES,
+    Bucket,
+    FlatSlice,
+    Manifest,
+    Piece,
+    buckets,
+    flat_layout,
+)
 from vllm_patching.protocol.messages import Route
-from vllm_patching.protocol.pieces import BUCKET_BYTES, Bucket, Piece, buckets
 
 HANDED_BYTES = 256 << 20
 """How much a rank puts together for the others at a time: a round is gathered in several steps

@@ -22,8 +22,7 @@ from example_trainer.process import StopSignal
 from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
 from example_trainer.weight_bridge.base import LeaseLost
 from vllm_patching.protocol.manifest import Manifest, dtype_name, mismatches
-from vllm_patching.protocol.messages import Route
-from vllm_patching.protocol.writers import Writer, this_process
+from vllm_patching.protocol.messages import Route, Writer, this_process
 from vllm_patching.transport.rendezvous import Meeting
 from vllm_patching.weights.families import Geometry, parameters
 

@@ -22,7 +22,7 @@ from typing import Any
 from example_trainer.child_processes.guard import descendants, send
 from example_trainer.child_processes.own_folder import open_own_folder
 from example_trainer.errors import BridgeError
-from vllm_patching.protocol.writers import Writer, process_here, this_process
+from vllm_patching.protocol.messages import Writer, process_here, this_process
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from example_trainer.weight_bridge.server import (
 from example_trainer.weight_bridge.turns import Turns, require_turns
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import FlatSlice, Manifest, flat_layout, local_view
-from vllm_patching.protocol.writers import Writer, this_process
+from vllm_patching.protocol.messages import Writer, this_process
 from vllm_patching.transport.shared_memory import (
     SharedMemoryError,
     gpu_uuid,

@@ -33,11 +33,9 @@ from example_trainer.weight_bridge.send_plan import (
     steps_of,
 )
 from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of
-from vllm_patching.protocol.manifest import Manifest, source_view
+from vllm_patching.protocol.manifest import BUCKET_BYTES, Manifest, Piece, source_view
 from vllm_patching.protocol.messages import Route
-from vllm_patching.protocol.pieces import BUCKET_BYTES, Piece
-from vllm_patching.transport.lane import Lane, LaneBroken
-from vllm_patching.transport.shared_lane import SendMemory
+from vllm_patching.transport.lane import Lane, LaneBroken, SendMemory
 
 
 @dataclass(frozen=True)

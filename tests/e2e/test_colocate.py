@@ -23,7 +23,7 @@ from tests.conftest import Processes, wait_until
 from tests.e2e.bridge_helpers import TOLERANCE, largest_difference, new_weights
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
 from tests.still_running import resident_pages
-from vllm_patching.protocol.writers import Writer
+from vllm_patching.protocol.messages import Writer
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 

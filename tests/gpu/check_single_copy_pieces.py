@@ -28,7 +28,7 @@ from vllm_patching.transport.shared_memory import (
     share_event,
 )
 from vllm_patching.weights.sharding import Slice
-from vllm_patching.worker.updater import WeightUpdater
+from vllm_patching.worker.receiving import WeightUpdater
 
 Result = tuple[bool, str]
 """Whether a check passed, and what was seen."""

@@ -36,8 +36,7 @@ from example_trainer.weight_bridge.send_plan import SendPlan
 from example_trainer.weight_bridge.stream import WeightStream
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.protocol.messages import Route
-from vllm_patching.transport.cohort import lane_places
-from vllm_patching.transport.lane import SENDER, Lane, LanePlace, nobody_lost
+from vllm_patching.transport.lane import SENDER, Lane, LanePlace, lane_places, nobody_lost
 from vllm_patching.transport.rendezvous import Meeting
 from vllm_patching.weights.families import PROJECTIONS, Geometry
 from vllm_patching.weights.sharding import plan_shards

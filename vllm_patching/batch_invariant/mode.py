@@ -12,7 +12,7 @@ from vllm_patching.batch_invariant.pages import PAGE
 from vllm_patching.batch_invariant.settings import ENVIRONMENT
 from vllm_patching.compat.batch_invariant import graphs_without_compilation, pin_flash_attention
 from vllm_patching.compat.requests import check_requests
-from vllm_patching.protocol.workers import DeterministicWorker
+from vllm_patching.protocol.messages import DeterministicWorker
 
 logger = logging.getLogger(__name__)
 

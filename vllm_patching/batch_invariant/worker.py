@@ -11,7 +11,7 @@ from vllm_patching.batch_invariant.provenance import provenance
 from vllm_patching.batch_invariant.self_test import self_test
 from vllm_patching.batch_invariant.settings import nccl_variables, restore_nccl
 from vllm_patching.compat.loggers import worker_logger
-from vllm_patching.protocol import workers
+from vllm_patching.protocol import messages
 from vllm_patching.worker.extension import LockstepWorkerExtension
 
 logger = worker_logger("lockstep.deterministic")
@@ -42,7 +42,7 @@ _NCCL = nccl_variables()
 class DeterministicSharedWorker(DeterministicWorker, LockstepWorkerExtension):
     """With the weight bridge."""
 
-    def lockstep_setup(self, share_storage: bool) -> workers.Setup:
+    def lockstep_setup(self, share_storage: bool) -> messages.Setup:
         """See LockstepWorkerExtension.
 
         vLLM's batch-invariant mode makes NCCL sum in one order, by variables that also choose
@@ -55,5 +55,5 @@ class DeterministicSharedWorker(DeterministicWorker, LockstepWorkerExtension):
 
 if TYPE_CHECKING:
 
-    def _checked(worker: DeterministicWorker) -> workers.DeterministicWorker:
+    def _checked(worker: DeterministicWorker) -> messages.DeterministicWorker:
         return worker

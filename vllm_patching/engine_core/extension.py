@@ -22,7 +22,7 @@ from typing import Any
 
 from vllm_patching.compat.rank_messages import keep_payloads_whole, wait_without_spinning
 from vllm_patching.engine_core import gathered_outputs, loopback_stores, progress
-from vllm_patching.protocol.verification import (
+from vllm_patching.protocol.messages import (
     CAN_VERIFY_AND_RESUME,
     VERIFY_AND_RESUME,
     BridgeRefusal,

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NotRequired, Protocol, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+logger = logging.getLogger("vllm.lockstep.bridge")
 
 
 class Route(StrEnum):
@@ -155,3 +162,312 @@ class QuarantineBody(Message):
 
     epoch: Epoch
     reason: str = Field(min_length=1)
+
+
+class RankAnswer(TypedDict):
+    """The part of an answer that names its rank.
+
+    Attributes:
+        tp_rank: number of the tensor-parallel rank.
+        replica: number of its engine core; the caller adds it.
+    """
+
+    tp_rank: int
+    replica: NotRequired[int]
+
+
+class Setup(TypedDict):
+    """A rank's weights.
+
+    Attributes:
+        manifest: see Manifest.to_json.
+        handles: of the shared storage; None: it is not shared.
+        gpu_uuid: empty on a CPU.
+        checksum: of the weights.
+    """
+
+    manifest: dict[str, Any]
+    handles: Any
+    gpu_uuid: str
+    checksum: str
+    replica: NotRequired[int]
+
+
+class Room(TypedDict):
+    """Bytes that a staging buffer needs, and bytes free for one (None on a CPU)."""
+
+    needed: int
+    free: int | None
+
+
+class FirstStepAnswer(RankAnswer):
+    """The moment of a rank's first step with new weights (time.monotonic()); None: not yet."""
+
+    began: float | None
+
+
+class Check(RankAnswer):
+    """A check of a rank's weights.
+
+    Attributes:
+        not_finite: the first parameter that holds NaN or infinity; empty if there is none.
+        late: why the weights were not checked in time.
+    """
+
+    checksum: str
+    not_finite: str
+    late: NotRequired[str]
+
+
+class CacheAnswer(RankAnswer):
+    """Bytes of keys and values, or why the call failed."""
+
+    bytes: int
+    error: str
+
+
+class LoraSetup(TypedDict):
+    """A rank's base model and its places for adapters.
+
+    Attributes:
+        dtype: of adapters.
+        slots, capacity: adapters in use at the same time, and in memory.
+    """
+
+    manifest: dict[str, Any]
+    checksum: str
+    dtype: str
+    max_rank: int
+    slots: int
+    capacity: int
+
+
+class LoraLoad(TypedDict):
+    """Seconds for each phase of loading an adapter, and why it failed; empty if it did not."""
+
+    error: str
+    checksum: str
+    seconds: dict[str, float]
+
+
+class BridgeWorker(Protocol):
+    """A rank that receives weights: vLLM's worker, or a process that holds weights for others."""
+
+    def lockstep_setup(self, share_storage: bool) -> Setup:
+        """Open the weights and start the updater thread."""
+
+    def lockstep_room(self) -> Room:
+        """Return the room for a staging buffer."""
+
+    def lockstep_aim(self, direct: bool) -> None:
+        """Choose where transfers go."""
+
+    def lockstep_cohort(
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        key: str,
+        members: int,
+        index: int,
+        lanes: int,
+        route: str,
+        epoch: int,
+        timeout: float,
+    ) -> None:
+        """Leave the cohort and, if there are members, join another."""
+
+    def lockstep_leave(self) -> None:
+        """Leave the trainer, and free the staging buffer."""
+
+    def lockstep_receive(self, version: int) -> None:
+        """Begin to receive."""
+
+    def lockstep_status(self, patience: float) -> dict[str, Any]:
+        """Return the status of the updater thread."""
+
+    def lockstep_commit(self) -> Check:
+        """Copy the staged weights into the live ones, and check them."""
+
+    def lockstep_first_step(self) -> FirstStepAnswer:
+        """Return when the first step with new weights began."""
+
+    def lockstep_discard(self, patience: float) -> bool:
+        """Forget what was received. Return whether the transfer has ended."""
+
+    def lockstep_follow(self, events: list[str], trainer: str, seconds: float) -> str:
+        """Have checks wait for a trainer's writes. Return why that is impossible, or nothing."""
+
+    def lockstep_check_written(self) -> Check:
+        """Check the weights behind the writes of the trainer that is followed."""
+
+    def lockstep_check(self) -> Check:
+        """Check the live weights."""
+
+
+class TurnsWorker(Protocol):
+    """A rank that shares its GPU with the trainer."""
+
+    def lockstep_cache_bytes(self) -> CacheAnswer:
+        """Find the memory of keys and values."""
+
+    def lockstep_give_back(self) -> CacheAnswer:
+        """Free it."""
+
+    def lockstep_take_again(self) -> CacheAnswer:
+        """Allocate it again."""
+
+
+class DeterministicWorker(Protocol):
+    """A rank of a server in deterministic mode."""
+
+    def lockstep_deterministic_check(self) -> dict[str, Any]:
+        """Test the operations on this machine and on this model's shapes."""
+
+
+class LoraWorker(Protocol):
+    """A rank that serves LoRA adapters."""
+
+    def lora_setup(self) -> LoraSetup:
+        """Describe the base model and the places for adapters."""
+
+    def lora_load(self, folder: str, adapter_id: int, checksum: str | None) -> LoraLoad:
+        """Load an adapter, all or nothing."""
+
+    def lora_remove(self, adapter_ids: list[int]) -> list[int]:
+        """Remove adapters. Return the ids of those that stay."""
+
+
+VERIFY_AND_RESUME = "lockstep_verify_and_resume"
+CAN_VERIFY_AND_RESUME = "lockstep_can_verify_and_resume"
+"""What the module engine_core adds to vLLM's engine core."""
+
+
+class BridgeRefusal(RuntimeError):
+    """An answer other than success: the HTTP status and one sentence that says what and what to do."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def rank_name(answer: Mapping[str, Any]) -> str:
+    """Whose answer it is, for messages: of several replicas the first is not named."""
+    replica = answer.get("replica", 0)
+    return (
+        f"rank {answer['tp_rank']} of replica {replica}" if replica else f"rank {answer['tp_rank']}"
+    )
+
+
+def compare(
+    answers: Sequence[Mapping[str, Any]], expected: Sequence[str], version: int, what: str
+) -> None:
+    """Refuse weights that are not what the trainer sent, or that nothing can be computed with.
+
+    Args:
+        answers: of each rank: `tp_rank`, `checksum` and `not_finite`; `late` where the writes that
+            it had to wait for did not come in time.
+        expected: the trainer's checksums, by rank.
+        version, what: for messages: which weights, and what the rank does with them.
+
+    Raises:
+        BridgeRefusal: names the rank and both checksums, or the parameter.
+    """
+    for answer in answers:
+        rank, who = answer["tp_rank"], rank_name(answer)
+        if answer.get("late"):
+            raise BridgeRefusal(504, f"{who} does not have version {version}: {answer['late']}")
+        if answer["not_finite"]:
+            raise BridgeRefusal(
+                422,
+                f"{who} refuses version {version}: {answer['not_finite']} holds NaN or infinity",
+            )
+        if answer["checksum"] != expected[rank]:
+            raise BridgeRefusal(
+                502,
+                f"{who} {what} checksum {answer['checksum']} of version {version}, the trainer's is {expected[rank]}",
+            )
+
+
+_PROC = Path("/proc")
+_START_TIME = 19
+"""Place of the start time among the fields of /proc/PID/stat that follow the command's name."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """One process.
+
+    Attributes:
+        host: name of its machine.
+        pid: its process id there.
+        started: clock ticks from the machine's start to its own, which tells it apart from a later
+            process of the same id.
+    """
+
+    host: str
+    pid: int
+    started: int
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Writer:
+        return cls(str(data["host"]), int(data["pid"]), int(data["started"]))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.pid}"
+
+    def is_here(self) -> bool:
+        """Whether this process sees that one, so that it will see it end."""
+        return self.host == os.uname().nodename and _start_time(self.pid) == self.started
+
+    def has_ended(self) -> bool:
+        """Whether a process that was seen here is known to have ended, with every thread of it.
+
+        The first thread of a killed process may be a zombie while others still run. With the last
+        of them the memory and the GPU contexts of the process go, and what they had enqueued.
+        """
+        try:
+            started = _start_time(self.pid)
+            if started is None:
+                return (_PROC / "self/stat").exists()  # and not the whole of /proc is gone
+            if started != self.started:
+                return True
+            return _is_dead(_PROC / f"{self.pid}/stat") and all(
+                map(_is_dead, _PROC.glob(f"{self.pid}/task/*/stat"))
+            )
+        except OSError as error:  # too many open files, say
+            logger.warning("whether process %s has ended cannot be looked up: %s", self, error)
+            return False
+
+
+def this_process() -> Writer:
+    """The one that asks."""
+    return process_here(os.getpid())
+
+
+def process_here(pid: int) -> Writer:
+    """A process of this machine; `started` is 0 if it has ended."""
+    return Writer(os.uname().nodename, pid, _start_time(pid) or 0)
+
+
+def _fields(stat: Path) -> list[str]:
+    """The fields after the command's name, which may hold anything; none if there is no such
+    process.
+    """
+    try:
+        return stat.read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _start_time(pid: int) -> int | None:
+    fields = _fields(_PROC / f"{pid}/stat")
+    return int(fields[_START_TIME]) if len(fields) > _START_TIME else None
+
+
+def _is_dead(stat: Path) -> bool:
+    fields = _fields(stat)
+    return not fields or fields[0] in "ZX"

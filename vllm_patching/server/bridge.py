@@ -5,34 +5,444 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vllm_patching.compat.engine import engine_is_dead, memory_share, replicas
-from vllm_patching.compat.outputs import follow_outputs, output_token_counts
+from vllm_patching.compat.outputs import follow_outputs, has_requests, output_token_counts
 from vllm_patching.compat.requests import salt_prefix_cache
-from vllm_patching.protocol.lease import Leases
 from vllm_patching.protocol.manifest import Manifest, flat_layout
+from vllm_patching.protocol.messages import (
+    BridgeRefusal,
+    BridgeWorker,
+    Check,
+    Route,
+    Writer,
+    compare,
+    rank_name,
+)
 from vllm_patching.protocol.timeline import Timeline
-from vllm_patching.protocol.workers import BridgeWorker
-from vllm_patching.protocol.writers import Writer
 from vllm_patching.server import config_file as bridge_config
-from vllm_patching.server.calling_off import CallingOff
-from vllm_patching.server.engine_switch import EngineState, EngineSwitch
-from vllm_patching.server.ranks import RankCalls
-from vllm_patching.server.settlement import Settlement
-from vllm_patching.server.silence import Silence
-from vllm_patching.server.state import BridgeState
+from vllm_patching.server.engine_calls import (
+    EngineState,
+    EngineSwitch,
+    RankCalls,
+    Silence,
+    require_fitting,
+    require_one_each,
+)
+from vllm_patching.server.state import (
+    BridgeConflict,
+    BridgeState,
+    LeaseLost,
+    Leases,
+    UpdateGivenUp,
+    VersionSpans,
+    Weights,
+)
 from vllm_patching.server.timeline import ServerTimeline
 from vllm_patching.server.turns import Turns
-from vllm_patching.server.update_clock import UpdateClock
-from vllm_patching.server.version_spans import VersionSpans
-from vllm_patching.server.watchdog import BridgeWatchdog
 
 logger = logging.getLogger("vllm.lockstep.bridge")
+
+
+class CallingOff:
+    """Why whoever waits for the workers should not go on waiting. Calls take turns by a lock, and
+    one that waits for workers has it; so the call that comes next says here that it is there.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: list[str] = []
+
+    @contextmanager
+    def by(self, reason: str) -> Iterator[None]:
+        """In the block waits are broken off. An empty reason breaks nothing off."""
+        if reason:
+            self._reasons.append(reason)
+        try:
+            yield
+        finally:
+            if reason:
+                self._reasons.remove(reason)
+
+    @property
+    def reason(self) -> str:
+        """Why not to wait; empty if nobody has called it off."""
+        return next(iter(self._reasons), "")
+
+
+FIRST_STEP_SECONDS = 10.0
+"""How long after an update it is asked when the engine went on: the requests that waited for it may
+have been given up."""
+
+
+class UpdateClock:
+    """The times of one update after the other. Moments are time.monotonic(), in seconds."""
+
+    def __init__(self, timeout: float) -> None:
+        """
+        Args:
+            timeout: seconds for each step.
+        """
+        self.timeout = timeout
+        self.began = 0.0
+        """When the last one began."""
+        self._entered = 0.0
+        self._paused_at = 0.0
+        self._first_step_until = 0.0
+        self.seconds: dict[str, float] = {}
+        """`to_<mark>`: since the mark before it (paused, transferred, committed, verified,
+        serving); `halted`: from the pause to the answer that the engine goes on; `resume`: how long
+        that answer took; `stalled`: from the pause to the engine's next step, once it is known."""
+
+    def begin(self) -> None:
+        """An update begins."""
+        self.seconds = {}
+        self._first_step_until = 0.0
+        self.began = self._entered = time.monotonic()
+
+    def reach(self, mark: str) -> None:
+        """The update has come to `mark`; from here on the trainer, or the next step, has `timeout`
+        seconds again.
+        """
+        now = time.monotonic()
+        self.seconds[f"to_{mark}"] = now - self._entered
+        if mark == "paused":
+            self._paused_at = now
+        self._entered = now
+
+    @property
+    def deadline(self) -> float:
+        """When the next mark must have been reached."""
+        return self._entered + self.timeout
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the next mark has not been reached in time."""
+        return time.monotonic() > self.deadline
+
+    def resumed(self, asked: float, in_flight: bool) -> None:
+        """The engine has answered that it goes on, as it was asked to at the moment `asked`.
+
+        Args:
+            in_flight: requests waited for that. Without any, the next step is of a request that
+                comes later, and says nothing.
+        """
+        now = time.monotonic()
+        self.seconds |= {"halted": now - self._paused_at, "resume": now - asked}
+        self._first_step_until = now + FIRST_STEP_SECONDS if in_flight else 0.0
+
+    @property
+    def wants_first_step(self) -> bool:
+        """Whether it is not known yet when the engine took its next step, and it may still be
+        asked.
+        """
+        return time.monotonic() < self._first_step_until
+
+    def stepped(self, began: float | None) -> None:
+        """What the engine says: the moment at which its next step began; None if there was none, or
+        it does not say.
+        """
+        if began is not None:
+            self.seconds["stalled"] = began - self._paused_at
+            self._first_step_until = 0.0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in self.seconds.items())
+
+
+LET_GO_SECONDS = 2.0
+"""How long a worker's updater thread is given to let go of what it writes to."""
+
+
+class Settlement:
+    """Ends updates that failed: the engine goes on with the old version if its weights are proven
+    to be whole, else it stands still. Call with the controller's lock held.
+
+    Whole means two things at once: nobody may write them (see lease), and their checksums are those
+    of the version served. While one of both is not known yet, the server is unhealthy and
+    undecided, and `look_again` can still find that all is well.
+    """
+
+    def __init__(
+        self, state: BridgeState, ranks: RankCalls, leases: Leases, switch: EngineSwitch
+    ) -> None:
+        self._state, self._ranks, self._leases, self._switch = state, ranks, leases, switch
+        self._said = ""
+
+    async def give_up(self, reason: str, trainer_silent: bool = False) -> None:
+        """End the update.
+
+        Never raises: what cannot be found out or done is left undecided. Arguments: see
+        BridgeState.fail.
+        """
+        version = self._state.target_version
+        whole, undecided = await self._look()
+        if whole and not self._state.awaits_weights:
+            whole, undecided = await self._go_on()
+        self._state.fail(reason, whole, undecided, trainer_silent)
+        if self._state.healthy:
+            outcome = f"serving version {self._state.weight_version}"
+        else:
+            await self.stand_still()
+            outcome = "UNHEALTHY until a full update succeeds (GET /health answers 503)"
+            if undecided:
+                outcome += f", or until this is known: {undecided}"
+        logger.error("[Bridge] Update to version %s failed: %s; now %s", version, reason, outcome)
+
+    async def look_again(self) -> None:
+        """Outside an update: see that an unhealthy engine stands still, and decide what was
+        undecided if it is known now.
+        """
+        if self._state.healthy:
+            return
+        await self.stand_still()
+        if not self._state.undecided or not self._switch.paused:
+            return
+        whole, undecided = await self._look()
+        if whole and not self._state.awaits_weights:
+            whole, undecided = await self._go_on()
+        if undecided:
+            self._state.undecided = undecided
+            return
+        self._state.decide(whole)
+        if self._state.healthy:
+            logger.warning(
+                "[Bridge] Nobody can write the weights any more, and they are still those of version %d: serving version %d",
+                *[self._state.weight_version] * 2,
+            )
+        else:
+            logger.error(
+                "[Bridge] The weights are not whole, as is known now: UNHEALTHY until a full update succeeds"
+            )
+
+    async def require_no_writer(self, timeout: float) -> None:
+        """Return when nobody may write the weights under an earlier update. The server's own
+        threads are waited for.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            BridgeRefusal: names who may still write, and what to do.
+        """
+        deadline = time.monotonic() + timeout
+        while not await self._nobody_writes():
+            lease = self._leases.out
+            assert lease is not None
+            if lease.writers or time.monotonic() > deadline:
+                raise BridgeRefusal(409, f"nobody else may write the weights now: {lease.remedy}")
+
+    async def stand_still(self) -> None:
+        """See that the engine stands still.
+
+        If it does not answer, `look_again` tries anew; the same reason is told once.
+        """
+        told = ""
+        try:
+            if not self._switch.paused:
+                await self._switch.pause()
+            self._switch.release_outputs()
+        except BridgeRefusal as refusal:
+            told = str(refusal)
+            if told != self._said:
+                logger.error(
+                    "[Bridge] the engine, whose weights may not be whole, could not be stopped: %s",
+                    told,
+                )
+        self._said = told
+
+    async def _look(self) -> tuple[bool, str]:
+        """Whether the live weights are those of the version served and nobody may write them; and
+        if that cannot be known now, why not.
+        """
+        try:
+            if self._state.mode == "broadcast" and self._state.in_update:
+                await self._ranks.call(BridgeWorker.lockstep_discard, LET_GO_SECONDS)
+            if not await self._nobody_writes():
+                assert self._leases.out is not None
+                return False, self._leases.out.remedy
+            answers = await self._ranks.call(BridgeWorker.lockstep_check)
+        except BridgeRefusal as refusal:
+            return False, str(refusal)
+        expected = self._state.checksums
+        return all(answer["checksum"] == expected[answer["tp_rank"]] for answer in answers), ""
+
+    async def _go_on(self) -> tuple[bool, str]:
+        try:
+            await self._switch.resume()
+        except BridgeRefusal as refusal:
+            return False, str(refusal)
+        return True, ""
+
+    async def _nobody_writes(self) -> bool:
+        """Whether no lease is out; one whose holder is known to be done ends here."""
+        lease = self._leases.out
+        if lease is None:
+            return True
+        done = (
+            lease.has_ended
+            if lease.writers
+            else all(await self._ranks.call(BridgeWorker.lockstep_discard, LET_GO_SECONDS))
+        )
+        if done:
+            self._leases.end()
+        return done
+
+
+WATCH_SECONDS = 0.5
+_ENDING_SECONDS = 0.2
+
+
+class BridgeWatchdog:
+    """Gives up an update whose trainer has ended or is silent, or whose worker has lost it; decides
+    what was left undecided.
+
+    It outlives its own errors. Should it end all the same, `has_ended` says so, and no update may
+    begin.
+    """
+
+    def __init__(
+        self,
+        state: BridgeState,
+        ranks: RankCalls,
+        settlement: Settlement,
+        clock: UpdateClock,
+        lock: asyncio.Lock,
+        turns: Turns,
+    ) -> None:
+        """
+        Args:
+            lock: held by whoever changes the state; while a call of the trainer's is under way,
+                that one watches.
+        """
+        self._state, self._ranks, self._settlement, self._clock, self._lock = (
+            state,
+            ranks,
+            settlement,
+            clock,
+            lock,
+        )
+        self._turns = turns
+        self._writers: Sequence[Writer] = ()
+        self._task: asyncio.Task[None] | None = None
+        self._said = ""
+        self.end = ""
+        """Why it has ended."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was started and does not look any more."""
+        return self._task is not None and self._task.done()
+
+    def follow(self, writers: Sequence[Writer]) -> None:
+        """The processes of the present trainer that can be seen from here: with one of them its
+        update has ended.
+        """
+        self._writers = writers
+
+    def start(self) -> None:
+        """Begin. Call from within the event loop."""
+        self._task = asyncio.create_task(self._watch(), name="bridge watchdog")
+        self._task.add_done_callback(self._note_end)
+
+    async def stop(self) -> None:
+        """End it."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._lock.locked():
+                continue
+            async with self._lock:
+                await self._look()
+
+    async def _look(self) -> None:
+        try:
+            if not self._state.in_update:
+                await self._turns.look()
+            if self._state.in_update:
+                if self._clock.is_late:
+                    silent = f"nothing from {self._state.trainer} for {self._clock.timeout:g} s"
+                    await self._settlement.give_up(silent, trainer_silent=True)
+                elif reason := await self._lost():
+                    await self._settlement.give_up(reason)
+                return
+            if self._ranks.are_joining:
+                with suppress(BridgeRefusal):  # whoever begins an update with them is told
+                    await self._ranks.statuses()
+            if not self._state.healthy:
+                await self._settlement.look_again()
+            else:
+                await self._note_first_step()
+        except BridgeRefusal as refusal:
+            await self._settlement.give_up(
+                str(refusal)
+            )  # of an update whose workers do not even answer
+        except Exception as error:  # noqa: BLE001 - told and outlived
+            await self._survive(error)
+
+    async def _survive(self, error: Exception) -> None:
+        """An error of our own: an update that cannot be watched over is given up."""
+        told = f"the bridge's watchdog failed: {error!r}"
+        if told != self._said:
+            logger.exception("[Bridge] %s; it goes on", told)
+        self._said = told
+        if self._state.in_update:
+            self._state.fail(told, weights_intact=False, undecided=told)
+            await self._settlement.stand_still()
+
+    async def _lost(self) -> str:
+        """Why the update cannot end well; empty while it can."""
+        if ended := self._ended():
+            return ended
+        if self._state.mode == "broadcast":
+            for status in await self._ranks.statuses():
+                if status["phase"] == "failed" or status["trainer_gone"]:
+                    # The connections of a process that is killed break before it is known to have
+                    # ended.
+                    await asyncio.sleep(_ENDING_SECONDS)
+                    return (
+                        self._ended()
+                        or f"{rank_name(status)}: {status['error'] or f'{self._state.trainer} has ended'}"
+                    )
+        return ""
+
+    def _ended(self) -> str:
+        """That the trainer's processes have, or one of them; empty if none has, as far as can be
+        seen here.
+        """
+        ended = [str(writer) for writer in self._writers if writer.has_ended()]
+        if not ended:
+            return ""
+        if len(self._writers) == 1:
+            return f"{self._state.trainer} has ended"
+        return f"{self._state.trainer} has ended (process {', '.join(ended)})"
+
+    async def _note_first_step(self) -> None:
+        if self._clock.wants_first_step:
+            with suppress(
+                BridgeRefusal
+            ):  # that the engine is dead or stuck is told by whatever needs it
+                self._clock.stepped(await self._ranks.first_step())
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if self._task is None:
+            return  # it was stopped
+        self.end = "cancelled" if task.cancelled() else repr(task.exception())
+        logger.error(
+            "[Bridge] the watchdog has ended, updates are refused from now on: %s", self.end
+        )
 
 
 class Bridge:
@@ -224,3 +634,374 @@ class Bridge:
         facts = {key: value for key, value in self.info().items() if key != "ranks"}
         facts |= {"epoch": self.state.epoch, "trainer": self.state.trainer}
         self._config.publish(facts, self._manifests, self._handles)
+
+
+LATE = 410
+"""HTTP status for a trainer that comes too late, which may do the update anew."""
+_EVENT_MARGIN_SECONDS = 2.0
+"""How much earlier than everything else a worker's wait for a trainer's writes ends, so that its
+answer is in time."""
+
+
+class BridgeController(Bridge):
+    """One method for each arrow of the state machine, each with a deadline and an answer for
+    failure.
+    """
+
+    async def init(
+        self,
+        trainer: str,
+        mode: str,
+        parameters: dict[str, tuple[tuple[int, ...], str]],
+        writers: Sequence[Writer],
+        transfer: str = "auto",
+        events: Sequence[str] = (),
+        weight_epoch: int = 0,
+    ) -> dict[str, Any]:
+        """A trainer joins: compare the layouts, and begin an epoch.
+
+        Args:
+            parameters: name -> (full shape, dtype) of the trainer's.
+            writers: the trainer's processes, all of which can write a single copy.
+            transfer: auto, direct or overlapped; auto overlaps where there is room for a staging
+                buffer.
+            events: handles of CUDA events, one for each rank, that a trainer of a single copy
+                records behind its writes.
+            weight_epoch: of the weights that the trainer sends (see version_spans.Weights).
+
+        Returns:
+            instance, epoch, transfer, weight_version, replicas, and follows_writes: checks wait for
+            the events.
+        """
+        async with self._lock:
+            require_fitting(self._manifests, parameters, self._model)
+            if mode == "single_copy" and self._replicas > 1:
+                raise BridgeRefusal(
+                    409,
+                    f"this server has {self._replicas} replicas, and a single copy is the memory of one: broadcast",
+                )
+            if events:
+                require_one_each("event", len(events), len(self._manifests))
+            await self.turns.require_over(writers)
+            if not self.state.in_update:  # else begin_epoch refuses
+                await self._settlement.require_no_writer(self.timeout)
+            chosen = await self._ranks.choose_transfer(transfer) if mode == "broadcast" else ""
+            epoch = self._or_conflict(
+                lambda: self.state.begin_epoch(trainer, mode, chosen, weight_epoch)
+            )
+            follows_writes = await self._follow(writers, events)
+            try:
+                self._write_config()
+            except bridge_config.ConfigFileError as error:
+                raise BridgeRefusal(507, str(error)) from error
+            way = ", ".join(filter(None, (mode, chosen)))
+            logger.info("[Bridge] %s joins as epoch %d (%s)", trainer, epoch, way)
+            return {
+                "instance": self.instance,
+                "epoch": epoch,
+                "transfer": chosen,
+                "weight_version": self.state.weight_version,
+                "replicas": self._replicas,
+                "follows_writes": follows_writes,
+            }
+
+    async def _follow(self, writers: Sequence[Writer], events: Sequence[str]) -> bool:
+        """Prepare for the trainer that has joined. Return whether checks wait for its events."""
+        self._cohort = ""
+        # A process that could not be seen at first (in another container, say) has not ended if it
+        # cannot be seen.
+        self._writers = tuple(writers)
+        self._unseen = tuple(writer for writer in writers if not writer.is_here())
+        self._watchdog.follow([writer for writer in writers if writer not in self._unseen])
+        followed: list[str] = []
+        if self.state.mode == "broadcast":
+            direct = self.state.transfer == "direct"
+            await self._ranks.call(BridgeWorker.lockstep_aim, direct)
+        else:
+            await self._ranks.call(BridgeWorker.lockstep_leave)
+            followed = list(events)
+        limit = max(self.timeout / 2, self.timeout - _EVENT_MARGIN_SECONDS)
+        refusals = await self._ranks.call(
+            BridgeWorker.lockstep_follow, followed, self.state.trainer, limit
+        )
+        return bool(events) and not any(refusals)
+
+    async def cohort(
+        self,
+        epoch: int,
+        members: int,
+        host: str = "",
+        port: int = 0,
+        secret: str = "",
+        key: str = "",
+        index: int = 0,
+        lanes: int = 1,
+        route: Route = Route.GLOO,
+    ) -> dict[str, Any]:
+        """Have the workers' updater threads leave the lanes that they are in, and meet others at
+        the trainer's store. Returns at once: `begin` waits for them, and their phases stand in the
+        status.
+
+        Args:
+            members: receivers in each lane, of all servers; 0: only leave.
+            host, port, secret: the trainer's store.
+            key: the cohort's prefix in it.
+            index: of this server's first replica among the members.
+            lanes: communicators for each rank.
+            route: how the weights travel in them.
+        """
+        with self._call_off(epoch, "the trainer forms another cohort"):
+            async with self._lock:
+                self._or_conflict(lambda: self.state.check_epoch(epoch))
+                self._require_place(members, index)
+                self._cohort = ""
+                await self._ranks.call(
+                    BridgeWorker.lockstep_cohort,
+                    host,
+                    port,
+                    secret,
+                    key,
+                    members,
+                    index,
+                    lanes,
+                    str(route),
+                    epoch,
+                    self.timeout,
+                )
+                if members:
+                    self._cohort = key
+                await self._ranks.statuses()
+                return {"epoch": epoch, "cohort": self._cohort, "ranks": self._ranks.last_seen}
+
+    def _require_place(self, members: int, index: int) -> None:
+        """Raise BridgeRefusal unless this server can take its places in a cohort now."""
+        now = ""
+        if self.state.in_update:
+            now = f"in an update to version {self.state.target_version}"
+        elif self.state.mode != "broadcast":
+            now = "no broadcast's"
+        if now:
+            raise BridgeRefusal(
+                409, f"no cohort can be formed: this server is {now}; abort that, or join as one"
+            )
+        if members and index + self._replicas > members:
+            raise BridgeRefusal(
+                422,
+                f"members {index} to {index + self._replicas - 1} of a cohort of {members}: there is no such place",
+            )
+
+    async def begin(self, epoch: int, version: int, cohort: str = "") -> dict[str, Any]:
+        """An update begins. Overlapped: the ranks receive beside the live weights. Otherwise the
+        engine stops between two steps, and a lease is granted: to the trainer, which may write a
+        single copy then; or to the workers' updater threads, which begin to receive (direct).
+
+        Args:
+            cohort: key of the one in which every rank must be, for a broadcast.
+
+        Returns:
+            state; lease: `id` and `deadline` (time.monotonic() of this machine, seconds), None if
+            overlapped.
+        """
+        async with self._lock:
+            self._or_conflict(lambda: self.state.check_begin(epoch, version))
+            if self._watchdog.has_ended or self.engine_trouble():
+                raise BridgeRefusal(503, self.trouble())
+            if cohort != self._cohort or (self.state.mode == "broadcast" and not cohort):
+                raise BridgeRefusal(
+                    409,
+                    f"version {version} is to come in cohort {cohort!r}, this server is in {self._cohort!r}",
+                )
+            if cohort:
+                await self._until(
+                    "ready", f"cohort {cohort}, for version {version}", also=("received",)
+                )
+            await self._settlement.require_no_writer(self.timeout)
+            self._clock.begin()
+            self.state.begin(version)
+            try:
+                if self.state.transfer == "overlapped":
+                    await self._ranks.call(BridgeWorker.lockstep_receive, version)
+                    return {"state": self.state.phase, "lease": None}
+                await self._pause_engine()
+                deadline = self._clock.deadline
+                if self.state.transfer == "direct":
+                    lease = self._leases.grant(
+                        epoch, version, "the workers' updater threads", deadline
+                    )
+                    await self._ranks.call(BridgeWorker.lockstep_receive, version)
+                else:
+                    lease = self._leases.grant(
+                        epoch, version, self.state.trainer, deadline, self._writers, self._unseen
+                    )
+            except BridgeRefusal as refusal:
+                await self._settlement.give_up(str(refusal))
+                raise
+            return {"state": self.state.phase, "lease": lease.to_json()}
+
+    async def commit(
+        self, epoch: int, version: int, checksums: list[str], lease: str | None = None
+    ) -> dict[str, Any]:
+        """Make the transferred weights the live ones on every rank, prove that they are what the
+        trainer sent, and serve them.
+
+        Args:
+            checksums: per rank, what the trainer computed from its own tensors.
+            lease: the id that /bridge/begin answered. It is handed in: its holder has nothing more
+                to write, but for what lies before the events that it shares.
+        """
+        async with self._lock:
+            arrived: Sequence[Mapping[str, Any]]
+            resumed_at = None
+            self._or_conflict(lambda: self.state.check_epoch(epoch))
+            overlapped = self.state.transfer == "overlapped"
+            if not overlapped:
+                self._or_conflict(lambda: self._leases.require(lease, time.monotonic()))
+            self._or_conflict(lambda: self.state.check_commit(epoch, version))
+            require_one_each("checksum", len(checksums), len(self._manifests))
+            try:
+                if self.state.mode == "broadcast":
+                    arrived = await self._until("received", f"transfer of version {version}")
+                else:
+                    arrived, resumed_at = await self._checked(
+                        BridgeWorker.lockstep_check_written, checksums, version
+                    )
+                if not any(answer.get("late") for answer in arrived):
+                    self._leases.end()
+                self._clock.reach("transferred")
+                compare(arrived, checksums, version, "received")
+                if overlapped:
+                    await self._pause_engine()
+                    arrived, resumed_at = await self._checked(
+                        BridgeWorker.lockstep_commit, checksums, version
+                    )
+                self._clock.reach("committed")
+                compare(arrived, checksums, version, "holds after the commit")
+                self._clock.reach("verified")
+                return await self._serve(epoch, version, checksums, resumed_at)
+            except BridgeRefusal as refusal:
+                if self.state.in_update:
+                    await self._settlement.give_up(str(refusal))
+                raise
+
+    async def abort(self, epoch: int, reason: str, lease: str | None = None) -> dict[str, Any]:
+        """The trainer gives the update up, and its lease back.
+
+        Args:
+            lease: the id that it was answered; None if it never was, so that it has written
+                nothing. Either way its word is that nothing of it is on the way to the weights any
+                more.
+        """
+        told = f"the trainer gave up: {reason}"
+        with self._call_off(epoch, told):
+            async with self._lock:
+                if not self._leases.give_back(epoch, lease):
+                    self._or_conflict(lambda: self.state.check_epoch(epoch))
+                if self.state.in_update and epoch == self.state.epoch:
+                    await self._settlement.give_up(told)
+                else:
+                    await self._settlement.look_again()
+                return self.status()
+
+    async def quarantine(self, epoch: int, reason: str) -> dict[str, Any]:
+        """The trainer does not want this server to serve before a full update: nothing is answered
+        from now on, an update in progress ends, and the engine stands still.
+        """
+        self._or_conflict(lambda: self.state.check_epoch(epoch))
+        self.state.put_in_quarantine(reason)
+        with self._calling_off.by(f"quarantine: {reason}"):
+            async with self._lock:
+                # What had the lock may have been the end of an update, or the next trainer that
+                # joins.
+                self.state.put_in_quarantine(reason)
+                logger.warning("[Bridge] In quarantine: %s", reason)
+                if self.state.in_update:
+                    await self._settlement.give_up(f"quarantine: {reason}")
+                else:
+                    await self._settlement.stand_still()
+                return self.status()
+
+    # -- what the arrows are made of
+
+    def _call_off(self, epoch: int, reason: str) -> AbstractContextManager[None]:
+        """Break off waits in the block, for the trainer of this epoch alone."""
+        if epoch != self.state.epoch:
+            return nullcontext()
+        return self._calling_off.by(reason)
+
+    async def _pause_engine(self) -> None:
+        self._switch.hold_outputs(self.timeout)
+        await self._switch.pause()
+        self._clock.reach("paused")
+
+    async def _checked(
+        self, method: Callable[[Any], Check], checksums: list[str], version: int
+    ) -> tuple[list[Check], float | None]:
+        """Each rank's answer to a check, and when the engine went on: None if it was not given what
+        it expected.
+        """
+        if self._switch.resting:  # it goes on at the end of the trainer's turn
+            return await self._ranks.call(method), None
+        weights = Weights(self.state.next_weight_epoch, version)
+        self._switch.hold_outputs(2 * self.timeout)
+        self._switch.lose_track()
+        answers, resumed_at, runs = await self._ranks.verify_and_resume(
+            method, checksums, version, lambda moment: self._spans.switch_at(moment, weights)
+        )
+        self._switch.note(runs)
+        return answers, resumed_at
+
+    async def _serve(
+        self, epoch: int, version: int, checksums: list[str], resumed_at: float | None
+    ) -> dict[str, Any]:
+        """
+        Args:
+            resumed_at: when the engine went on by itself; it may stand still again.
+        """
+        begun = resumed_at
+        if begun is None:
+            begun = time.monotonic()
+        self._spans.switch_at(begun, Weights(self.state.next_weight_epoch, version))
+        self._or_conflict(
+            lambda: self.state.check_commit(epoch, version)
+        )  # it may have been put in quarantine meanwhile
+        in_flight = has_requests(self._engine) and not self._switch.resting
+        await self._switch.resume()
+        self._or_conflict(lambda: self.state.check_commit(epoch, version))
+        self._clock.reach("serving")
+        self.state.serve(list(checksums))
+        self._clock.resumed(begun, in_flight)
+        self.state.last_update = self._clock.seconds
+        self.timeline.updated(self._clock.began, version)
+        self.state.last_bytes = self._rank_bytes if self.state.mode == "broadcast" else 0
+        logger.info(
+            "[Bridge] Serving weight version %d (epoch %d, %s)",
+            version,
+            self.state.epoch,
+            self._clock,
+        )
+        return {
+            "state": self.state.phase,
+            "weight_version": version,
+            "seconds": dict(self._clock.seconds),
+        }
+
+    async def _until(
+        self, wanted: str, what: str, also: tuple[str, ...] = ()
+    ) -> list[dict[str, Any]]:
+        waiting = f"waiting for {self.state.trainer}"
+        return await self._ranks.until(
+            wanted,
+            what,
+            waiting,
+            also,
+            may_block=self._switch.paused,
+            called_off=lambda: self._calling_off.reason,
+        )
+
+    def _or_conflict(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except (UpdateGivenUp, LeaseLost) as late:
+            raise BridgeRefusal(LATE, str(late)) from late
+        except BridgeConflict as conflict:
+            raise BridgeRefusal(409, str(conflict)) from conflict

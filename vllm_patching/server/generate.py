@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from vllm_patching.compat.requests import logprobs_mode, tokenizer_of, vocabulary_size
 from vllm_patching.protocol.messages import Message
-from vllm_patching.server.version_spans import Span, VersionSpans
+from vllm_patching.server.state import Span, VersionSpans
 
 LARGEST_COUNT = 2**31 - 1
 """Of tokens, and the largest token id: the engine keeps both in 32 bits."""
@@ -351,3 +351,41 @@ def _require_finite(tokens: Sequence[int], logprobs: list[float], what: str) -> 
         f"the logprob of token {tokens[at]} at position {at} of {what} is {logprobs[at]}: the weights that are "
         "served hold NaN or overflow; see /bridge/state, and have the trainer send whole ones"
     )
+
+
+CHECK_SECONDS = 30.0
+"""Deadline of a check."""
+SHARED_SECONDS = 5.0
+"""A check also answers those who ask within this time after its end, so that there is at most one
+in so many seconds."""
+
+
+class SharedCheck:
+    """Runs a check for all who ask at the same time or shortly afterwards."""
+
+    def __init__(self) -> None:
+        self._running: asyncio.Task[float] | None = None
+        self._ended = 0.0
+
+    async def result(self, check: Callable[[float], Awaitable[float]]) -> tuple[float, float]:
+        """Return how many seconds the latest check took, and how many ago it ended.
+
+        Args:
+            check: sample a token within so many seconds.
+
+        Raises:
+            whatever the check has raised, such as TimeoutError.
+        """
+        if self._running is None or (
+            self._running.done() and time.monotonic() - self._ended >= SHARED_SECONDS
+        ):
+            self._running = asyncio.create_task(self._run(check), name="check for /health_generate")
+        # A caller that goes away must not cancel the check that others wait for.
+        seconds = await asyncio.shield(self._running)
+        return seconds, time.monotonic() - self._ended
+
+    async def _run(self, check: Callable[[float], Awaitable[float]]) -> float:
+        try:
+            return await check(CHECK_SECONDS)
+        finally:
+            self._ended = time.monotonic()

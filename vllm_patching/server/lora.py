@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,16 +24,82 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from vllm_patching.compat.adapters import lora_request
-from vllm_patching.protocol.messages import LARGEST, Message
-from vllm_patching.protocol.verification import BridgeRefusal
-from vllm_patching.protocol.workers import LoraLoad, LoraSetup, LoraWorker
-from vllm_patching.server.adapter_removals import AdapterRemovals
-from vllm_patching.server.ranks import Answer, Arguments, RankCalls
-from vllm_patching.server.version_spans import Span, VersionSpans, Weights
+from vllm_patching.protocol.messages import (
+    LARGEST,
+    BridgeRefusal,
+    LoraLoad,
+    LoraSetup,
+    LoraWorker,
+    Message,
+)
+from vllm_patching.server.engine_calls import Answer, Arguments, RankCalls
+from vllm_patching.server.state import Span, VersionSpans, Weights
 from vllm_patching.transport.adapter_file import AdapterError, open_adapter
 from vllm_patching.weights.families import Geometry
 
 logger = logging.getLogger("vllm.lockstep.lora")
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 5.0
+
+
+class AdapterRemovals:
+    """Removes adapters in the background. Used on the event loop.
+
+    Attributes:
+        trouble: why the last try to remove the pending ones did not succeed; empty if none has
+            failed.
+    """
+
+    def __init__(
+        self, remove: Callable[[list[int]], Awaitable[list[list[int]]]], freed: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            remove: asks the workers to forget adapters; answers with those that each rank holds
+                then. Has a deadline.
+            freed: called when there is room again.
+        """
+        self._remove, self._freed = remove, freed
+        self._pending: set[int] = set()
+        self._task: asyncio.Task[None] | None = None
+        self.trouble = ""
+
+    @property
+    def pending(self) -> list[int]:
+        """Ids of the adapters that may still take a place."""
+        return sorted(self._pending)
+
+    def add(self, adapter_id: int) -> None:
+        """Remove this one, or make sure that it is not there."""
+        self._pending.add(adapter_id)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="LoRA removals")
+
+    async def _run(self) -> None:
+        pause = _FIRST_PAUSE_SECONDS
+        while self._pending:
+            asked = self.pending
+            try:
+                held = {adapter_id for rank in await self._remove(asked) for adapter_id in rank}
+                self._pending -= set(asked) - held
+                if kept := held & set(asked):
+                    raise RuntimeError(f"a worker still holds {sorted(kept)}")
+            except Exception as error:  # noqa: BLE001  # whatever it is, the places must be found out about
+                if not self.trouble:
+                    logger.error(
+                        "[LoRA] cannot tell whether adapters %s are removed: %s; asking again",
+                        asked,
+                        error,
+                    )
+                self.trouble = str(error) or type(error).__name__
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                continue
+            if self.trouble:
+                logger.info("[LoRA] adapters %s are removed after all", asked)
+            self.trouble, pause = "", _FIRST_PAUSE_SECONDS
+            self._freed()
+
 
 NOT_ENABLED = (
     "this server takes no LoRA adapters: start it with --enable-lora (and --max-lora-rank N for ranks above 16), "

@@ -7,28 +7,176 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from vllm_patching.compat.engine import engine_is_dead
 from vllm_patching.compat.outputs import output_token_counts
 from vllm_patching.compat.requests import caller_errors, logprobs_mode, tokenizer_of
+from vllm_patching.protocol.messages import (
+    AbortBody,
+    BeginBody,
+    BridgeRefusal,
+    CohortBody,
+    CommitBody,
+    InitBody,
+    QuarantineBody,
+    Writer,
+)
 from vllm_patching.server.access import AskAtTheDoor, Door
-from vllm_patching.server.bridge_routes import NOT_SHARED, add_bridge_routes
-from vllm_patching.server.controller import BridgeController
+from vllm_patching.server.bridge import BridgeController
 from vllm_patching.server.engine_watch import EngineWatch
-from vllm_patching.server.generate import CutOff, GenerateRequest, Generator, LogprobNotFinite
+from vllm_patching.server.generate import (
+    CHECK_SECONDS,
+    CutOff,
+    GenerateRequest,
+    Generator,
+    LogprobNotFinite,
+    SharedCheck,
+)
 from vllm_patching.server.guard import RefuseWhileUnavailable
 from vllm_patching.server.lora import LoraController, add_lora_routes
-from vllm_patching.server.refusals import RefusingRoute
-from vllm_patching.server.shared_check import CHECK_SECONDS, SharedCheck
 from vllm_patching.server.timeline import FollowRequests, ServerTimeline
 from vllm_patching.server.turns import add_turn_routes
 
 logger = logging.getLogger("vllm.lockstep.routes")
+
+MOST_ERRORS = 5
+LONGEST_VALUE = 80
+
+
+class RefusingRoute(APIRoute):
+    """A route that refuses a wrong body by itself.
+
+    FastAPI's and vLLM's own answers repeat the value. They fail with 500 if JSON cannot hold it:
+    NaN, or half a surrogate pair.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                return JSONResponse({"error": describe(error)}, 400)
+
+        return handled
+
+
+def describe(error: RequestValidationError) -> str:
+    """One line with the first errors: field, value and rule, in characters that every encoding has."""
+    found = error.errors()
+    lines = [_described(one) for one in found[:MOST_ERRORS]]
+    if len(found) > MOST_ERRORS:
+        lines.append(f"and {len(found) - MOST_ERRORS} more")
+    return "; ".join(lines).encode("utf-8", errors="backslashreplace").decode()
+
+
+def _described(error: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"] if part != "body") or "the body"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] in (
+        "missing",
+        "json_invalid",
+        "value_error",
+    ):  # the input is the whole body, or the message has it
+        return f"{where}: {message}"
+    return f"{where} is {_shown(error.get('input'))}: {message}"
+
+
+def _shown(value: Any) -> str:
+    if (
+        isinstance(value, int) and abs(value) >= 10**40
+    ):  # Python refuses to print integers of 4,300 digits
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
+NOT_SHARED = (
+    "this server does not share its weights: VLLM_ENABLE_SHARED_WEIGHTS was not 1 when it started. "
+    "Stop it, `export VLLM_ENABLE_SHARED_WEIGHTS=1`, and start it again."
+)
+
+
+class Receives(Protocol):
+    """What the routes act on; `engine` and `bridge` are None as long as nothing can be received."""
+
+    engine: Any
+    deterministic: dict[str, Any] | None
+
+    @property
+    def bridge(self) -> BridgeController | None:
+        """Whose steps the routes are."""
+
+    def weights_served(self) -> dict[str, Any]:
+        """What GET /weights answers."""
+
+
+def add_bridge_routes(router: APIRouter, service: Receives) -> None:
+    """Add them."""
+
+    @router.get("/weights")
+    async def weights() -> JSONResponse:
+        return JSONResponse(service.weights_served())
+
+    def bridge_route(
+        path: str,
+        step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]],
+        body: type[BaseModel],
+    ) -> None:
+        async def endpoint(body: Any) -> JSONResponse:
+            if service.bridge is None:
+                return _error(409, NOT_SHARED)
+            try:
+                return JSONResponse(await step(service.bridge, body))
+            except BridgeRefusal as refusal:
+                logger.warning("[Bridge] %s: %s", path, refusal)
+                return _error(refusal.status, str(refusal))
+
+        endpoint.__annotations__["body"] = body
+        router.post(path)(endpoint)
+
+    def info(read: Callable[[BridgeController], dict[str, Any]]) -> JSONResponse:
+        if service.engine is None:
+            return _error(503, "the engine is still loading")
+        if service.bridge is None:
+            return _error(409, NOT_SHARED)
+        return JSONResponse(read(service.bridge))
+
+    @router.get("/bridge/info")
+    async def bridge_info() -> JSONResponse:
+        return info(lambda bridge: {**bridge.info(), "deterministic": service.deterministic})
+
+    @router.get("/bridge/state")
+    async def bridge_state() -> JSONResponse:
+        return info(lambda bridge: bridge.status())
+
+    bridge_route(
+        "/bridge/init",
+        lambda b, body: b.init(
+            **body.model_dump(exclude={"writers"}),
+            writers=[Writer(**writer.model_dump()) for writer in body.writers],
+        ),
+        InitBody,
+    )
+    bridge_route("/bridge/cohort", lambda b, body: b.cohort(**body.model_dump()), CohortBody)
+    bridge_route("/bridge/begin", lambda b, body: b.begin(**body.model_dump()), BeginBody)
+    bridge_route("/bridge/commit", lambda b, body: b.commit(**body.model_dump()), CommitBody)
+    bridge_route("/bridge/abort", lambda b, body: b.abort(**body.model_dump()), AbortBody)
+    bridge_route(
+        "/bridge/quarantine", lambda b, body: b.quarantine(**body.model_dump()), QuarantineBody
+    )
+
 
 GENERATE_OPTIONS = ["return_text", "token_logprobs", "prompt_token_logprobs"]
 """Fields of /generate that other servers refuse; GET /sampling names them for clients that speak to

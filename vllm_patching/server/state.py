@@ -16,9 +16,253 @@ whole; a quarantine does not.
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
+
+from vllm_patching.protocol.messages import Writer
+
+
+class LeaseLost(RuntimeError):
+    """The lease that was shown is not one under which anything may be committed; the message says
+    why.
+    """
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to write one version.
+
+    Attributes:
+        id: what its holder shows.
+        epoch, version: of the update that it is for.
+        holder: who writes, for messages.
+        deadline: until when the holder may begin to write, and commit (time.monotonic() of this
+            machine, seconds).
+        writers: the holder's processes; empty if the server's own workers write, in their updater
+            threads.
+        unseen: those of them that cannot be looked up.
+    """
+
+    id: str
+    epoch: int
+    version: int
+    holder: str
+    deadline: float
+    writers: tuple[Writer, ...] = ()
+    unseen: tuple[Writer, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """What the holder is told."""
+        return {"id": self.id, "deadline": self.deadline}
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every process of the holder is known to have ended. Asks the operating system."""
+        return (
+            bool(self.writers)
+            and not self.unseen
+            and all(writer.has_ended() for writer in self.writers)
+        )
+
+    @property
+    def remedy(self) -> str:
+        """What is waited for, and what a person can do about it."""
+        waits = f"{self.holder} may still write under its lease for version {self.version}"
+        if not self.writers:
+            return f"{waits}; it ends with the transfer's time limit, or restart the server"
+        names = ", ".join(map(str, self.writers))
+        if self.unseen:
+            unseen = ", ".join(map(str, self.unseen))
+            return f"{waits}; let it give that back, or end {names} and restart the server, which cannot see {unseen} end"
+        return f"{waits}; let it go on, so that it gives that back, or end its process: {names}"
+
+
+class Leases:
+    """The lease that is out, if one is."""
+
+    def __init__(self) -> None:
+        self.out: Lease | None = None
+
+    def grant(
+        self,
+        epoch: int,
+        version: int,
+        holder: str,
+        deadline: float,
+        writers: tuple[Writer, ...] = (),
+        unseen: tuple[Writer, ...] = (),
+    ) -> Lease:
+        """A new lease. The one before it must have ended: two writers would make a mixture."""
+        if self.out is not None:
+            raise RuntimeError(f"a lease is out already: {self.out.remedy}")
+        self.out = Lease(uuid.uuid4().hex, epoch, version, holder, deadline, writers, unseen)
+        return self.out
+
+    def require(self, shown: str | None, now: float) -> Lease:
+        """The lease that is out, if it is the one shown and its deadline has not passed.
+
+        Raises:
+            LeaseLost: otherwise.
+        """
+        lease = self.out
+        if lease is None or shown != lease.id:
+            present = (
+                f"{lease.holder} holds one for version {lease.version}"
+                if lease
+                else "no lease is out"
+            )
+            raise LeaseLost(
+                f"the lease {shown or '(none)'} does not count (any more): {present}. Nothing may be written now"
+            )
+        if now > lease.deadline:
+            raise LeaseLost(
+                f"the lease for version {lease.version} ran out {now - lease.deadline:.1f} s ago: {lease.holder} is late. "
+                "Nothing may be written under it any more; give it back, and begin the update anew"
+            )
+        return lease
+
+    def give_back(self, epoch: int, shown: str | None) -> bool:
+        """The holder says that nothing of it is on the way to the weights, and that it will write
+        nothing more.
+
+        Args:
+            epoch: the holder's.
+            shown: the lease's id; None from a holder that was never told it, and so has never
+                written under it.
+
+        Returns:
+            whether that was the lease which is out; it has ended then. The workers' own lease does
+            not end so.
+        """
+        lease = self.out
+        if (
+            lease is None
+            or not lease.writers
+            or epoch != lease.epoch
+            or shown not in (None, lease.id)
+        ):
+            return False
+        self.out = None
+        return True
+
+    def end(self) -> None:
+        """The writer is done: it has handed the lease in, has let go, or is known to have ended."""
+        self.out = None
+
+
+class Weights(NamedTuple):
+    """Names one set of weights.
+
+    Attributes:
+        epoch: the life of the trainer that made them (Unix milliseconds of its start); 0: the
+            checkpoint's, before any trainer.
+        version: the number of optimizer steps behind them. A trainer that resumes counts on from
+            its checkpoint, so the version may go back where the epoch goes on.
+    """
+
+    epoch: int
+    version: int
+
+
+class Span(NamedTuple):
+    """Consecutive tokens that were sampled with the same weights."""
+
+    weights: Weights
+    tokens: int
+
+
+class VersionSpans:
+    """Follows requests across weight updates.
+
+    An update happens while the engine is paused, so the tokens that left the engine before a
+    certain moment are those of the old weights. They may reach their requests much later, on a busy
+    server; so a switch waits for the first output that left the engine after that moment, and
+    counts then.
+
+    One moment does for all replicas of a server: before the first of them goes on, all have said
+    that they stand still, and what a replica sampled until then it sent before it said so. So the
+    tokens of the old weights come before any of the new.
+    """
+
+    def __init__(self, version: int = 0, epoch: int = 0) -> None:
+        """
+        Args:
+            version, epoch: of the weights that are served at first.
+        """
+        self.weights = Weights(epoch, version)
+        self._switches: dict[str, list[tuple[Weights, int | None]]] = {}
+        self._known: set[str] = set()
+        self._pending: list[tuple[float, Weights]] = []
+
+    @property
+    def version(self) -> int:
+        """Of the weights with which tokens are counted now."""
+        return self.weights.version
+
+    def start(self, request_id: str) -> None:
+        """A request is about to be handed to the engine."""
+        self._switches[request_id] = []
+
+    def known(self, request_id: str) -> None:
+        """The engine's front end knows the request: from now on it is among those counted, until it
+        has ended.
+        """
+        if request_id in self._switches:
+            self._known.add(request_id)
+
+    def switch_at(self, moment: float, new: Weights) -> None:
+        """What leaves the engine after `moment` (time.monotonic, seconds) is of the weights `new`."""
+        self._pending.append((moment, new))
+        if not self._switches:
+            self.outputs_of(moment, dict)
+
+    def outputs_of(self, moment: float, tokens_so_far: Callable[[], Mapping[str, int]]) -> None:
+        """Outputs that left the engine at `moment` are about to be handed on.
+
+        Args:
+            tokens_so_far: counts the output tokens of every request that has not ended; asked only
+                if a switch is due.
+        """
+        while self._pending and self._pending[0][0] <= moment:
+            _, new = self._pending.pop(0)
+            self.switch(new, tokens_so_far())
+
+    def switch(self, new: Weights, tokens_so_far: Mapping[str, int]) -> None:
+        """The weights change to `new`; `tokens_so_far` counts the output tokens of every running
+        request.
+        """
+        old, self.weights = self.weights, new
+        for request_id, switches in self._switches.items():
+            if request_id in tokens_so_far:
+                switches.append((old, tokens_so_far[request_id]))
+            elif request_id in self._known:
+                switches.append(
+                    (old, None)
+                )  # it has ended, and nobody has fetched its result yet: all of it is old
+
+    def finish(self, request_id: str, num_tokens: int) -> list[Span]:
+        """The spans of a finished request in the order in which they were served; their lengths add
+        up to `num_tokens`.
+        """
+        spans: list[Span] = []
+        covered = 0
+        self._known.discard(request_id)
+        for weights, until in self._switches.pop(request_id, []):
+            count = num_tokens if until is None else until
+            if count > covered:
+                spans.append(Span(weights, count - covered))
+                covered = count
+        if num_tokens > covered or not spans:
+            spans.append(Span(self.weights, num_tokens - covered))
+        return spans
+
+    def forget(self, request_id: str) -> None:
+        """A request ended without a result."""
+        self._known.discard(request_id)
+        self._switches.pop(request_id, None)
 
 
 class Phase(StrEnum):

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.routing import get_route_path
 
 from vllm_patching.protocol.timeline import Activity, Timeline, unix_ns
-from vllm_patching.server.engine_switch import EngineState
+from vllm_patching.server.engine_calls import EngineState
 from vllm_patching.server.guard import is_open
 
 

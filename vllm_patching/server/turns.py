@@ -26,12 +26,15 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from vllm_patching.protocol.messages import Epoch, Message
-from vllm_patching.protocol.verification import BridgeRefusal
-from vllm_patching.protocol.workers import CacheAnswer, TurnsWorker
-from vllm_patching.protocol.writers import Writer
-from vllm_patching.server.engine_switch import EngineSwitch
-from vllm_patching.server.ranks import RankCalls
+from vllm_patching.protocol.messages import (
+    BridgeRefusal,
+    CacheAnswer,
+    Epoch,
+    Message,
+    TurnsWorker,
+    Writer,
+)
+from vllm_patching.server.engine_calls import EngineSwitch, RankCalls
 from vllm_patching.server.state import BridgeConflict, BridgeState
 
 logger = logging.getLogger("vllm.lockstep.turns")

@@ -9,21 +9,34 @@ aborted, and what Gloo still does ends in memory that nobody else uses.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import secrets
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from vllm_patching.protocol.manifest import ALIGNMENT
 from vllm_patching.protocol.messages import Route
-from vllm_patching.transport.rendezvous import Meeting, first_line
+from vllm_patching.transport.addresses import RendezvousError, gloo_group
+from vllm_patching.transport.rendezvous import (
+    Meeting,
+    connect_store,
+    first_line,
+    quiet_nccl_watchdog,
+)
+from vllm_patching.transport.shared_memory import SharedMemoryError, export_cuda_ipc, open_handles
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +118,29 @@ class LanePlace:
     def word(self) -> str:
         """The key under which the sender says GO and who reads its memory, or why not."""
         return f"{self.key}/word"
+
+
+def lane_places(
+    meeting: Meeting,
+    key: str,
+    tp_rank: int,
+    lanes: Sequence[int],
+    member: int,
+    members: int,
+    route: Route,
+) -> list[LanePlace]:
+    """The places of one process in lanes of a cohort, as both sides name them.
+
+    Args:
+        member: 0 for the sender, 1 to `members` for the receivers.
+    """
+    return [
+        LanePlace(
+            meeting, f"lockstep/{key}/rank{tp_rank}/lane{lane}", member, members + 1, route,
+            f"lane {lane} of vLLM rank {tp_rank}" + (f" (receiver {member - 1} of {members})" if member else ""),
+        )
+        for lane in lanes
+    ]  # fmt: skip
 
 
 class Lane(ABC):
@@ -329,3 +365,479 @@ def _abort(lane: str, group: Any, control: Any) -> None:
             first_line(error),
         )
     del control
+
+
+_NAME = "lockstep-weights"
+_NONCE_BYTES = 32
+_HEADER_BYTES = 4096
+"""Before the first buffer, which is aligned as pages are."""
+_CPU = torch.device("cpu")
+
+
+class SendMemory:
+    """Buffers of a sender that processes of this machine and user can read.
+
+    Attributes:
+        buffers: uint8, of the sizes that were asked for.
+        offer: what a receiver is told, so that it can open them; empty: it cannot.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], device: torch.device = _CPU, fast_for_gpus: bool = False
+    ) -> None:
+        """Takes the memory now, all of it. Where the system has none to share, the buffers are this
+        process's own.
+
+        Args:
+            device: where the memory is.
+            fast_for_gpus: lock what is in the host's memory, so that this process's GPU copies to
+                it at full speed.
+        """
+        starts = [_HEADER_BYTES]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        self.num_bytes, self.offer = starts[-1], ""
+        try:
+            self._memory = self._shared() if device.type == "cpu" else self._on_gpu(device)
+        except (OSError, SharedMemoryError) as error:
+            logger.info(
+                "[Bridge] receivers on this machine are sent to, since no memory can be shared with them: %s",
+                error,
+            )
+            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        if fast_for_gpus and device.type == "cpu":
+            _lock_pages(self, self._memory)
+        self.buffers = [
+            self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
+        ]
+
+    def offset_of(self, buffer: torch.Tensor) -> int:
+        """Where a part of one of the buffers begins, as a receiver counts."""
+        return buffer.data_ptr() - self._memory.data_ptr()
+
+    def _shared(self) -> torch.Tensor:
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        # Reserves the pages now: too little memory is an error here, not a SIGBUS in an update.
+        os.posix_fallocate(descriptor, 0, self.num_bytes)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        os.pwrite(descriptor, nonce, 0)
+        memory = _mapped(f"/proc/self/fd/{descriptor}", self.num_bytes)
+        place = {"path": f"/proc/{os.getpid()}/fd/{descriptor}", "num_bytes": self.num_bytes}
+        self.offer = json.dumps({**place, "nonce": nonce.hex(), "network": _network()})
+        return memory
+
+    def _on_gpu(self, device: torch.device) -> torch.Tensor:
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        try:
+            self.offer = json.dumps(export_cuda_ipc({_NAME: memory}))
+        except RuntimeError as error:
+            raise SharedMemoryError(first_line(error)) from error
+        return memory
+
+
+class OfferedMemory:
+    """A sender's memory, as a receiver opens it."""
+
+    def __init__(self, offer: str, device: torch.device = _CPU) -> None:
+        """
+        Args:
+            device: where the receiver copies it to.
+
+        Raises:
+            OSError: it is not to be had here: the sender is on another machine or another user's,
+                or has ended, or it is a GPU's and this process does not see that.
+        """
+        told = json.loads(offer or "{}")
+        # What a GPU copies from stays open for as long as the lane is there: to open it takes
+        # longer than to copy.
+        self._kept: torch.Tensor | None = None
+        if told.get("kind") == "cuda_ipc":
+            if device.type != "cuda":
+                raise OSError("it is on a GPU")
+            try:
+                self._kept = open_handles(told)[_NAME]
+            except (SharedMemoryError, RuntimeError) as error:
+                raise OSError(first_line(error)) from error
+            return
+        # The number of a process says nothing in another container, whose network is another one as
+        # a rule.
+        if not told or told["network"] != _network():
+            raise OSError("it is on another machine")
+        self._path, self._num_bytes, self._nonce = (
+            str(told["path"]),
+            int(told["num_bytes"]),
+            str(told["nonce"]),
+        )
+        memory = self.map()
+        if device.type == "cuda":
+            self._kept = memory
+            _lock_pages(self, memory)
+
+    def map(self) -> torch.Tensor:
+        """All of it. Raises OSError as above."""
+        if self._kept is not None:
+            return self._kept
+        # Whatever else this number belongs to must not even be opened.
+        if not os.readlink(self._path).startswith(f"/memfd:{_NAME}"):
+            raise OSError(f"{self._path} is another process's")
+        descriptor = os.open(self._path, os.O_RDWR)
+        try:
+            if (
+                os.pread(descriptor, _NONCE_BYTES, 0).hex() != self._nonce
+                or os.fstat(descriptor).st_size < self._num_bytes
+            ):
+                raise OSError(f"{self._path} is another sender's")
+            return _mapped(f"/proc/self/fd/{descriptor}", self._num_bytes)
+        finally:
+            os.close(descriptor)
+
+
+class NearSender(Lane):
+    """The sender's end, to receivers on its machine, and over another lane to those elsewhere."""
+
+    def __init__(
+        self, place: LanePlace, near: GlooLane, memory: SendMemory, far: Lane | None, timeout: float
+    ) -> None:
+        """
+        Args:
+            near: to the receivers that read `memory`.
+            far: to the others, if there are any.
+        """
+        super().__init__(place, None, timeout)
+        self._near, self._memory, self._far = near, memory, far
+
+    def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
+        """See Lane.begin; `buffer` is of the memory."""
+        where, taken = (
+            torch.tensor([self._memory.offset_of(buffer)]),
+            torch.zeros(1, dtype=torch.int64),
+        )
+        steps: list[tuple[Lane, Any, Any]] = [
+            (self._near, self._near.begin((), where), where),
+            (self._near, self._near.collect(taken), taken),
+        ]
+        if self._far is not None:
+            steps.append((self._far, self._far.begin(pieces, buffer), buffer))
+        return steps
+
+    def wait(self, step: Any, deadline: float, lost: Callable[[], str]) -> None:
+        for lane, work, _ in step:
+            lane.wait(work, deadline, lost)
+
+    def close(self) -> None:
+        self._near.close()
+        if self._far is not None:
+            self._far.close()
+
+
+class NearReceiver(Lane):
+    """A receiver's end, on the sender's machine."""
+
+    needs_memory = False
+
+    def __init__(
+        self, place: LanePlace, near: GlooLane, offered: OfferedMemory, timeout: float
+    ) -> None:
+        super().__init__(place, None, timeout)
+        self._near, self._offered = near, offered
+        self._mapped: torch.Tensor | None = None
+
+    def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
+        """Nothing yet: the sender's word for a bucket comes behind ours for the one before."""
+        return torch.zeros(1, dtype=torch.int64)
+
+    def wait(self, step: Any, deadline: float, lost: Callable[[], str]) -> None:
+        self._near.wait(self._near.begin((), step), deadline, lost)
+
+    def arrived(self, step: Any, buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        """See Lane.arrived: where the sender has it."""
+        try:
+            memory = self._mapped = self._offered.map() if self._mapped is None else self._mapped
+        except OSError as error:
+            raise self._broken(
+                f"the sender's memory cannot be opened any more ({error})"
+            ) from error
+        start = int(step)
+        if start < _HEADER_BYTES or start + num_bytes > memory.numel():
+            raise self._broken(
+                f"{num_bytes} bytes at {start} are not in the sender's memory of {memory.numel()}"
+            )
+        return memory[start : start + num_bytes]
+
+    def taken(self) -> None:
+        """See Lane.taken."""
+        self._near.collect(torch.zeros(1, dtype=torch.int64))
+
+    def rest(self) -> None:
+        """See Lane.rest."""
+        self._mapped = None
+
+    def close(self) -> None:
+        self._near.close()
+        self._mapped = None
+
+
+def _lock_pages(owner: object, memory: torch.Tensor) -> None:
+    """Have a GPU copy from and to a part of the host's memory at full speed, until its owner is
+    gone.
+    """
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code:
+        logger.info(
+            "[Bridge] copies take longer: memory cannot be locked for the GPU (CUDA error %d)", code
+        )
+        return
+    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
+
+
+def _mapped(path: str, num_bytes: int) -> torch.Tensor:
+    try:
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(str(error).splitlines()[0]) from error
+
+
+def _network() -> str:
+    """The network that this thread's sockets are in. Raises OSError where that cannot be told."""
+    return os.readlink("/proc/thread-self/ns/net")
+
+
+def form_lane(
+    place: LanePlace,
+    device: torch.device,
+    timeout: float,
+    seconds: float,
+    memory: SendMemory | None = None,
+) -> Lane:
+    """Form a lane; blocks, also inside torch: call it through `in_time`.
+
+    A receiver says that it is here, and waits for the sender's word. The sender gives it before
+    (see Cohort).
+
+    Args:
+        timeout: seconds for each later step.
+        seconds: for forming.
+        memory: that the sender sends from, and has offered.
+
+    Raises:
+        RendezvousError: the store cannot be reached, the sender says why not, or members did not
+            come.
+    """
+    who = f"the sender of {place.name}" if place.member == SENDER else place.name
+    store = connect_store(place.meeting, who, seconds)
+    offered = _come(place, store, device, seconds) if place.member != SENDER else None
+    near = [int(member) for member in store.get(place.word).decode().split()[1:]]
+    far = [member for member in range(1, place.size) if member not in near]
+    under = dist.PrefixStore(place.key, store)
+    under.set_timeout(timedelta(seconds=seconds))
+    lane: Lane | None = None
+    controls = []
+    try:
+        if place.member not in near and (far or not near):
+            control, lane = _sent_lane(place, far, under, device, timeout, seconds)
+            controls.append(control)
+        if near and place.member in (SENDER, *near):
+            control = _gloo(place, "near", near, under, seconds)
+            controls.append(control)
+            words = GlooLane(place, control, timeout)
+            logger.info(
+                "[Bridge] ✓ The weights are read where they are by %d of %d receivers (%s; with GPUs: "
+                "[Bridge] ✓ NCCL group created)",
+                len(near), place.size - 1, place.name,
+            )  # fmt: skip
+            if offered is not None:
+                lane = NearReceiver(place, words, offered, timeout)
+            else:
+                assert memory is not None, "receivers are near where memory was offered"
+                lane = NearSender(place, words, memory, lane, timeout)
+        for control in controls:
+            control.barrier().wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"{place.name} was not formed by its {place.size} members within {seconds:g} s "
+            f"({place.meeting.host}:{place.meeting.port}): {first_line(error)}"
+        ) from error
+    logger.info("[Bridge] ✓ All ranks synchronized and ready (%s)", place.name)
+    assert lane is not None
+    lane.control = [*controls, under, store]
+    return lane
+
+
+def _come(
+    place: LanePlace, store: dist.Store, device: torch.device, seconds: float
+) -> OfferedMemory | None:
+    """Say that a receiver is here, and wait for the sender's word.
+
+    Returns the sender's memory, if it is to be had here.
+    """
+    offered = None
+    try:
+        store.wait([place.offer], timedelta(seconds=seconds))
+        offer = store.get(place.offer).decode()
+        try:
+            offered = OfferedMemory(offer, device) if offer else None
+        except OSError as error:
+            logger.info(
+                "[Bridge] %s gets what is sent: the sender's memory cannot be read here (%s)",
+                place.name,
+                error,
+            )
+        store.set(place.here(place.member), FAR if offered is None else NEAR)
+        store.wait([place.word], timedelta(seconds=seconds))
+    except (RuntimeError, dist.DistError) as error:
+        raise RendezvousError(
+            f"{place.name} waited {seconds:g} s at {place.meeting.host}:{place.meeting.port} for the trainer to say that all "
+            f"{place.size - 1} receiver(s) have come ({first_line(error)})"
+        ) from error
+    word = store.get(place.word).decode()
+    if word.split()[:1] != [GO]:
+        raise RendezvousError(f"{place.name} is not formed: {word}")
+    return offered
+
+
+def _gloo(
+    place: LanePlace, name: str, receivers: Sequence[int], under: dist.Store, seconds: float
+) -> Any:
+    """A group of the sender and some receivers."""
+    rank, size = [SENDER, *receivers].index(place.member), len(receivers) + 1
+    logger.info("[Bridge] Creating Gloo process group... (%s, %d members)", place.name, size)
+    group = gloo_group(dist.PrefixStore(name, under), rank, size, place.meeting.host, seconds)
+    logger.info("[Bridge] ✓ Gloo group created (%s, %d members)", place.name, size)
+    return group
+
+
+def _sent_lane(
+    place: LanePlace,
+    receivers: Sequence[int],
+    under: dist.Store,
+    device: torch.device,
+    timeout: float,
+    seconds: float,
+) -> tuple[Any, Lane]:
+    """A lane over the network, and the group by which its members met."""
+    control = _gloo(place, "control", receivers, under, seconds)
+    if place.route is not Route.NCCL:
+        logger.info(
+            "[Bridge] ✓ The weights go over it too (with GPUs: [Bridge] ✓ NCCL group created)"
+        )
+        return control, GlooLane(place, control, timeout)
+    lane = _nccl_lane(place, dist.PrefixStore("data", under), device, timeout, seconds)
+    logger.info("[Bridge] ✓ NCCL group created (%s, %d members)", place.name, place.size)
+    return control, lane
+
+
+def _nccl_lane(
+    place: LanePlace, store: dist.Store, device: torch.device, timeout: float, seconds: float
+) -> Lane:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=2 * timeout + 60)  # ours comes first, and says more
+    torch.cuda.set_device(device)
+    with quiet_nccl_watchdog():
+        group = dist.ProcessGroupNCCL(store, place.member, place.size, options)
+    lane = NcclLane(place, group, timeout, device)
+    # The connection is made and the kernels are loaded now, and not in the first update, beside a
+    # running model.
+    first = [torch.zeros(8, device=device) for _ in range(2)]
+    assert lane.stream is not None
+    lane.stream.wait_stream(torch.cuda.current_stream(device))
+    lane.wait(lane.begin(first, first[0]), time.monotonic() + seconds, nobody_lost)
+    return lane
+
+
+def form_lanes(
+    places: Sequence[LanePlace],
+    device: torch.device,
+    timeout: float,
+    seconds: float,
+    lost: Callable[[], str],
+    what: str,
+    memory: SendMemory | None = None,
+) -> list[Lane]:
+    """Form a process's lanes within a deadline; see `form_lane` and `in_time`.
+
+    NCCL's one after the other, in the order of cohorts and lanes that every process keeps: two that
+    are formed at the same time on a GPU may each wait for what the other holds there.
+    """
+    works = [partial(form_lane, place, device, timeout, seconds, memory) for place in places]
+    return in_time(
+        works,
+        seconds + 1,
+        lost,
+        what,
+        one_by_one=any(place.route is Route.NCCL for place in places),
+    )
+
+
+def in_time(
+    works: Sequence[Callable[[], Lane]],
+    seconds: float,
+    lost: Callable[[], str],
+    what: str,
+    one_by_one: bool = False,
+) -> list[Lane]:
+    """Form lanes, each in a thread of its own, since torch's own waits have no end that can be
+    relied on.
+
+    A thread that is late is left behind; the lane that it may still form is closed at once.
+
+    Args:
+        one_by_one: all in one thread, in their order.
+
+    Raises:
+        RendezvousError: one failed, `lost` gave a reason, or they were not done in time; none is
+            open then.
+    """
+    outcomes: list[Lane | BaseException | None] = [None] * len(works)
+    changed = threading.Condition()
+    given_up = False
+
+    def form(index: int) -> None:
+        outcome: Lane | BaseException
+        try:
+            outcome = works[index]()
+        except Exception as error:  # noqa: BLE001 - handed to the thread that waits
+            outcome = error
+        with changed:
+            outcomes[index] = outcome
+            late = given_up
+            changed.notify_all()
+        if late and isinstance(outcome, Lane):
+            logger.warning("[Bridge] %s was formed too late, and is closed", outcome.place.name)
+            outcome.close()
+
+    def form_all() -> None:
+        for index in range(len(works)):
+            form(index)
+            if given_up or not isinstance(outcomes[index], Lane):
+                return
+
+    jobs: list[Callable[[], None]] = (
+        [form_all] if one_by_one else [partial(form, index) for index in range(len(works))]
+    )
+    for number, job in enumerate(jobs):
+        threading.Thread(target=job, name=f"bridge rendezvous {number}", daemon=True).start()
+    deadline, asked = time.monotonic() + seconds, time.monotonic()
+    reason = ""
+    with changed:
+        while not reason and any(outcome is None for outcome in outcomes):
+            changed.wait(_LOOK_SECONDS)
+            now = time.monotonic()
+            failed = next(
+                (outcome for outcome in outcomes if isinstance(outcome, BaseException)), None
+            )
+            if failed is not None:
+                reason = str(failed)
+            elif now > deadline:
+                reason = f"not done within {seconds:g} s"
+            elif now > asked + _ASK_SECONDS:
+                reason, asked = lost(), now
+        failed = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
+        reason = reason or (str(failed) if failed is not None else "")
+        given_up = bool(reason)
+        lanes = [outcome for outcome in outcomes if isinstance(outcome, Lane)]
+    if reason:
+        close_lanes(lanes)
+        raise RendezvousError(f"{what}: {reason}")
+    return lanes

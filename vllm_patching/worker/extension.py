@@ -12,7 +12,7 @@ from vllm_patching.compat.cpu_seeds import take_back_cpu_draws
 from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
 from vllm_patching.compat.engine import replica_of
 from vllm_patching.compat.loggers import worker_logger
-from vllm_patching.protocol.workers import BridgeWorker, Setup, TurnsWorker
+from vllm_patching.protocol.messages import BridgeWorker, Setup, TurnsWorker
 from vllm_patching.transport.shared_memory import export_cuda_ipc, export_to_shared_memory, gpu_uuid
 from vllm_patching.weights.families import Geometry
 from vllm_patching.worker.parameters import build_manifest, own_parameters, tensor_parallel

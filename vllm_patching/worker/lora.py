@@ -19,7 +19,7 @@ from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
 from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import dtype_name, flat_layout, local_view
-from vllm_patching.protocol.workers import LoraLoad, LoraSetup, LoraWorker
+from vllm_patching.protocol.messages import LoraLoad, LoraSetup, LoraWorker
 from vllm_patching.transport.adapter_file import (
     AdapterError,
     AdapterFile,

@@ -9,7 +9,7 @@ import os
 from vllm_patching.compat.cache_memory import CacheMemory, pool_keys_and_values
 from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.compat.versions import UnsupportedVllm
-from vllm_patching.protocol.workers import CacheAnswer
+from vllm_patching.protocol.messages import CacheAnswer
 
 logger = worker_logger("lockstep.turns")
 

@@ -31,9 +31,8 @@ from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.weight_bridge.send_plan import HANDED_BYTES, Cuts, SendPlan
 from example_trainer.weight_bridge.stream import WeightStream
 from tests.example_trainer.training.memory_cases import geometry, qwen_14b, request
-from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.manifest import BUCKET_BYTES, Manifest, ManifestEntry
 from vllm_patching.protocol.messages import Route
-from vllm_patching.protocol.pieces import BUCKET_BYTES
 from vllm_patching.weights.families import PROJECTIONS, Geometry
 from vllm_patching.weights.sharding import plan_shards
 

@@ -24,10 +24,9 @@ from vllm_patching.protocol.manifest import (
     source_view,
 )
 from vllm_patching.protocol.messages import Route
-from vllm_patching.transport.cohort import CohortPlace
 from vllm_patching.transport.rendezvous import Meeting
 from vllm_patching.weights.sharding import plan_shards
-from vllm_patching.worker.updater import UpdaterStatus, WeightUpdater
+from vllm_patching.worker.receiving import CohortPlace, UpdaterStatus, WeightUpdater
 
 GEOMETRY = Geometry(
     architecture="Qwen3ForCausalLM", vocab_size=97, hidden_size=40, intermediate_size=36, num_layers=2, num_heads=4,

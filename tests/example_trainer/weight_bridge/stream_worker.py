@@ -34,9 +34,8 @@ from tests.example_trainer.weight_bridge.cohort_world import (
     manifests_of,
 )
 from vllm_patching.protocol.messages import Route
-from vllm_patching.transport.keyed_store import KeyedStore
 from vllm_patching.transport.lane import nobody_lost
-from vllm_patching.transport.rendezvous import connect_store, host_store
+from vllm_patching.transport.rendezvous import KeyedStore, connect_store, host_store
 
 CPU = torch.device("cpu")
 FEW_SECONDS = 5.0

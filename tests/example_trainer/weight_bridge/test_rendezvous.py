@@ -13,8 +13,7 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.rendezvous import Rendezvous
 from tests.listening import listeners
 from vllm_patching.transport import addresses
-from vllm_patching.transport.keyed_store import KeyedStore
-from vllm_patching.transport.rendezvous import Meeting
+from vllm_patching.transport.rendezvous import KeyedStore, Meeting
 
 HERE, ELSEWHERE = "http://localhost:9001", "http://192.0.2.7:9001"
 OUTWARD = "127.0.0.2"

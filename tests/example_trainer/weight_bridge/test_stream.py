@@ -34,9 +34,8 @@ from tests.example_trainer.weight_bridge.cohort_world import (
     manifests_of,
 )
 from vllm_patching.protocol.messages import Route
-from vllm_patching.transport import shared_lane
-from vllm_patching.transport.cohort import lane_places
-from vllm_patching.transport.lane import SENDER, GlooLane, nobody_lost
+from vllm_patching.transport import lane
+from vllm_patching.transport.lane import SENDER, GlooLane, lane_places, nobody_lost
 from vllm_patching.transport.rendezvous import host_store
 
 pytestmark = pytest.mark.nightly
@@ -149,7 +148,7 @@ def test_what_is_sent_arrives_at_every_server(
     """
     elsewhere = iter(["here", *["here"] * near, *["there"] * 2])
     if near == 1:
-        monkeypatch.setattr(shared_lane, "_network", lambda: next(elsewhere))
+        monkeypatch.setattr(lane, "_network", lambda: next(elsewhere))
     before = mappings(os.getpid())
     trainer = Trainer(tp_size, dtype, free_port(), near=near > 0)
     servers = make_servers(2, tp_size, dtype, direct)

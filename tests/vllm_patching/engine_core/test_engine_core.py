@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_patching.engine_core import extension as engine_core
-from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME
+from vllm_patching.protocol.messages import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME
 
 
 class Core:

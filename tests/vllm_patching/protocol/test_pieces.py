@@ -10,12 +10,13 @@ from tests.geometries import geometry_of
 from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of
 from vllm_patching.protocol.manifest import (
     ALIGNMENT,
+    BUCKET_BYTES,
     FlatSlice,
     Manifest,
     ManifestEntry,
+    buckets,
     flat_layout,
 )
-from vllm_patching.protocol.pieces import BUCKET_BYTES, buckets
 from vllm_patching.weights.sharding import Slice, plan_shards
 
 LAYOUTS = st.lists(

@@ -8,7 +8,7 @@ import pytest
 
 from example_trainer.parameter_server.held import HeldWeights
 from tests.vllm_patching.server.fake_engine import FakeRank
-from vllm_patching.protocol.workers import BridgeWorker, LoraWorker, TurnsWorker
+from vllm_patching.protocol.messages import BridgeWorker, LoraWorker, TurnsWorker
 from vllm_patching.worker.extension import LockstepWorkerExtension
 from vllm_patching.worker.lora import LoraWorkerExtension
 

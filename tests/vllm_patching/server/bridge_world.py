@@ -15,16 +15,11 @@ from typing import Any
 from tests.vllm_patching.server.fake_engine import PARAMETERS, PARTS, FakeEngine, checksum
 from tests.vllm_patching.server.virtual_time import VirtualLoop
 from vllm_patching.engine_core import extension as engine_core
-from vllm_patching.protocol.verification import BridgeRefusal
-from vllm_patching.protocol.writers import Writer
-from vllm_patching.server import controller as bridge_controller
-from vllm_patching.server import ranks as bridge_ranks
-from vllm_patching.server import settlement as bridge_settlement
-from vllm_patching.server import silence, turns, update_clock
-from vllm_patching.server.controller import LATE, BridgeController
-from vllm_patching.server.engine_switch import EngineState
-from vllm_patching.server.state import Phase
-from vllm_patching.server.version_spans import VersionSpans
+from vllm_patching.protocol.messages import BridgeRefusal, Writer
+from vllm_patching.server import bridge, engine_calls, turns
+from vllm_patching.server.bridge import LATE, BridgeController
+from vllm_patching.server.engine_calls import EngineState
+from vllm_patching.server.state import Phase, VersionSpans
 
 STEPS = ("cohort", "begin", "commit", "abort")
 POINTS = (
@@ -37,15 +32,7 @@ POINTS = (
 )
 """Where something can happen to a trainer."""
 TIMEOUT = 4.0
-CLOCKED = (
-    bridge_controller,
-    bridge_ranks,
-    bridge_settlement,
-    engine_core,
-    silence,
-    turns,
-    update_clock,
-)
+CLOCKED = (bridge, engine_calls, engine_core, turns)
 """The modules whose seconds are the world's."""
 PART_SECONDS = 0.1
 CLIENT_MARGIN = 2.0

@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_patching.engine_core import extension as engine_core
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
-from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME
+from vllm_patching.protocol.messages import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME
 from vllm_patching.weights.sharding import ShardSpec, Slice
 
 CACHE_BYTES = 1000

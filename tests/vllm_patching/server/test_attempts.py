@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.web import middleware as of_service
-from vllm_patching.server import attempts as of_vllm
-from vllm_patching.server.access import AskAtTheDoor, Door
-from vllm_patching.server.attempts import TRIES, TRY_SECONDS
+from vllm_patching.server import access as of_vllm
+from vllm_patching.server.access import TRIES, TRY_SECONDS, AskAtTheDoor, Door
 
 ADDRESSES = st.sampled_from(
     (

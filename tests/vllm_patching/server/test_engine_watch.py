@@ -14,8 +14,8 @@ import pytest
 
 from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
 from vllm_patching.engine_core.progress import PROGRESS, WATCH_STEPS, FirstSteps
-from vllm_patching.protocol.verification import BridgeRefusal
-from vllm_patching.server import engine_watch, ranks
+from vllm_patching.protocol.messages import BridgeRefusal
+from vllm_patching.server import engine_calls, engine_watch
 from vllm_patching.server.engine_watch import EngineWatch
 
 LIMIT = 30.0
@@ -74,7 +74,7 @@ class World:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with virtual_time(engine_watch, ranks) as loop:
+    with virtual_time(engine_watch, engine_calls) as loop:
         yield World(loop)
 
 
@@ -159,7 +159,7 @@ def test_a_dead_engine_is_left_to_those_who_say_so(world: World) -> None:
 
 
 def test_an_engine_that_does_not_answer_at_the_start_is_an_error() -> None:
-    with virtual_time(engine_watch, ranks) as loop:
+    with virtual_time(engine_watch, engine_calls) as loop:
 
         async def start() -> None:
             engine = Engine()

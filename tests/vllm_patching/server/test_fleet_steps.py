@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from tests.vllm_patching.server.bridge_world import CLOCKED, TIMEOUT, Trainer, World
 from tests.vllm_patching.server.fake_engine import Fault
 from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
-from vllm_patching.protocol.verification import BridgeRefusal
+from vllm_patching.protocol.messages import BridgeRefusal
 from vllm_patching.server.access import Door
 from vllm_patching.server.routes import LockstepService, attach
 from vllm_patching.server.state import Phase

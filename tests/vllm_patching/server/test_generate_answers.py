@@ -25,7 +25,7 @@ from vllm_patching.server.generate import (
     TokenPrompt,
 )
 from vllm_patching.server.routes import LockstepService, make_router
-from vllm_patching.server.version_spans import Span, VersionSpans, Weights
+from vllm_patching.server.state import Span, VersionSpans, Weights
 
 
 @dataclass

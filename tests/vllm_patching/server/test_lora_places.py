@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_patching.server import lora, ranks
-from vllm_patching.server.adapter_removals import AdapterRemovals
-from vllm_patching.server.lora import AdapterSpans, LoraController, LoraRefusal
+from vllm_patching.server import engine_calls, lora
+from vllm_patching.server.lora import AdapterRemovals, AdapterSpans, LoraController, LoraRefusal
 
 CAPACITY = 3
 
@@ -92,9 +91,9 @@ class Engine:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "open_adapter", lambda *_: SimpleNamespace(rank=8))
     monkeypatch.setattr(lora, "lora_request", lambda name, *_: name)
-    monkeypatch.setattr(ranks, "engine_is_dead", lambda _: False)
-    monkeypatch.setattr("vllm_patching.server.adapter_removals._FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("vllm_patching.server.adapter_removals._LONGEST_PAUSE_SECONDS", 0.002)
+    monkeypatch.setattr(engine_calls, "engine_is_dead", lambda _: False)
+    monkeypatch.setattr("vllm_patching.server.lora._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("vllm_patching.server.lora._LONGEST_PAUSE_SECONDS", 0.002)
 
 
 def with_controller(

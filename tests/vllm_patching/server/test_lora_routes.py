@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 
 from vllm_patching.server.lora import AdapterSpans
 from vllm_patching.server.routes import LockstepService, make_router
-from vllm_patching.server.version_spans import Span, Weights
+from vllm_patching.server.state import Span, Weights
 
 ROUTES = [
     ("GET", "/lora/status"),

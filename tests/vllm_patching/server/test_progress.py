@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_patching.server.progress import FIRST_STEP_FACTOR, EngineProgress
+from vllm_patching.server.engine_watch import FIRST_STEP_FACTOR, EngineProgress
 
 LIMIT = 30.0
 

@@ -1,4 +1,4 @@
-"""bridge_ranks.py: an engine that answers, is late, or has died; what is told, and whether it
+"""engine_calls.py: an engine that answers, is late, or has died; what is told, and whether it
 stands still afterwards.
 """
 
@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from vllm_patching.compat.versions import UnsupportedVllm
-from vllm_patching.protocol.verification import (
+from vllm_patching.protocol.messages import (
     CAN_VERIFY_AND_RESUME,
     VERIFY_AND_RESUME,
     BridgeRefusal,
+    BridgeWorker,
     compare,
 )
-from vllm_patching.protocol.workers import BridgeWorker
-from vllm_patching.server import ranks as bridge_ranks
-from vllm_patching.server.ranks import RankCalls
-from vllm_patching.server.silence import FURTHER_SECONDS, Silence
+from vllm_patching.server import engine_calls
+from vllm_patching.server.engine_calls import FURTHER_SECONDS, RankCalls, Silence
 
 TIMEOUT = 0.2
 LONG = 1000.0
@@ -137,7 +136,7 @@ async def test_after_a_late_answer_it_stands_still_and_the_answer_is_heard(
 async def test_an_engine_that_does_not_even_stop_says_later_when_it_went_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bridge_ranks, "_STOP_SECONDS", TIMEOUT / 2)
+    monkeypatch.setattr(engine_calls, "_STOP_SECONDS", TIMEOUT / 2)
     core, late = EngineCore(late=3 * TIMEOUT, obeys_deadline=False), []
     begun = time.monotonic()
     with pytest.raises(

@@ -21,7 +21,7 @@ from vllm import SamplingParams
 from vllm_patching.compat.requests import caller_errors
 from vllm_patching.server.generate import GenerateRequest, Generator, TokenPrompt
 from vllm_patching.server.routes import LockstepService, make_router
-from vllm_patching.server.version_spans import VersionSpans
+from vllm_patching.server.state import VersionSpans
 
 INTEGERS = [0, -1, 2**31 - 1, 2**31, 2**53, 2**63, 2**64 - 1, 2**64, 2**100, -(2**63) - 1, 10**400]
 FLOATS = [0.0, 1e-300, 1e-320, 1e300, -1e300, math.nan, math.inf, -math.inf, 1.0]

@@ -12,15 +12,15 @@ import pytest
 
 from vllm_patching.compat.engine import replicas
 from vllm_patching.compat.versions import UnsupportedVllm
-from vllm_patching.protocol.verification import (
+from vllm_patching.protocol.messages import (
     CAN_VERIFY_AND_RESUME,
     VERIFY_AND_RESUME,
     BridgeRefusal,
+    BridgeWorker,
     compare,
 )
-from vllm_patching.protocol.workers import BridgeWorker
-from vllm_patching.server import ranks as rank_calls
-from vllm_patching.server.ranks import RankCalls
+from vllm_patching.server import engine_calls as rank_calls
+from vllm_patching.server.engine_calls import RankCalls
 
 TIMEOUT = 0.2
 LONG = 1000.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_patching.protocol.timeline import Timeline
-from vllm_patching.server.engine_switch import EngineState
+from vllm_patching.server.engine_calls import EngineState
 from vllm_patching.server.timeline import FollowRequests, ServerTimeline
 
 

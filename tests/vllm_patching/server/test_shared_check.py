@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
-from vllm_patching.server import shared_check
-from vllm_patching.server.shared_check import CHECK_SECONDS, SHARED_SECONDS, SharedCheck
+from vllm_patching.server import generate
+from vllm_patching.server.generate import CHECK_SECONDS, SHARED_SECONDS, SharedCheck
 
 
 @pytest.fixture
 def loop() -> Iterator[VirtualLoop]:
-    with virtual_time(shared_check) as made:
+    with virtual_time(generate) as made:
         yield made
 
 

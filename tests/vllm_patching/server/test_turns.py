@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.vllm_patching.server.bridge_world import CLOCKED, TIMEOUT, FakeWriter, Trainer, World
 from tests.vllm_patching.server.fake_engine import CACHE_BYTES, PARAMETERS, Fault
 from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
-from vllm_patching.protocol.verification import BridgeRefusal
+from vllm_patching.protocol.messages import BridgeRefusal
 from vllm_patching.server.state import Phase
 from vllm_patching.server.turns import VARIABLE, Turn, prepare
 

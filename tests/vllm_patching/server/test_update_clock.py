@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_patching.server import update_clock
-from vllm_patching.server.update_clock import FIRST_STEP_SECONDS, UpdateClock
+from vllm_patching.server import bridge
+from vllm_patching.server.bridge import FIRST_STEP_SECONDS, UpdateClock
 
 MARKS = ("paused", "transferred", "committed", "verified", "serving")
 
@@ -24,7 +24,7 @@ class Hands:
 @pytest.fixture
 def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
     made = Hands()
-    monkeypatch.setattr(update_clock, "time", SimpleNamespace(monotonic=made.monotonic))
+    monkeypatch.setattr(bridge, "time", SimpleNamespace(monotonic=made.monotonic))
     return made
 
 

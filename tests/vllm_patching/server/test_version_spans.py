@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_patching.server.version_spans import Span, VersionSpans, Weights
+from vllm_patching.server.state import Span, VersionSpans, Weights
 
 
 def spans_of(*pairs: tuple[int, int]) -> list[Span]:

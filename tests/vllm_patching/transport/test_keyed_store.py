@@ -18,12 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.listening import listeners
-from vllm_patching.transport import addresses, store_host, store_wire
+from vllm_patching.transport import addresses, rendezvous
 from vllm_patching.transport.addresses import RendezvousError, gloo_group, listening_address
-from vllm_patching.transport.keyed_store import KeyedStore, connect
-from vllm_patching.transport.rendezvous import Meeting, PeerWatch, connect_store, host_store
-from vllm_patching.transport.store_host import StoreHost
-from vllm_patching.transport.store_wire import StoreRefused, StoreTimeout, new_secret
+from vllm_patching.transport.rendezvous import (
+    KeyedStore,
+    Meeting,
+    PeerWatch,
+    StoreHost,
+    StoreRefused,
+    StoreTimeout,
+    connect,
+    connect_store,
+    host_store,
+    new_secret,
+)
 
 SECRET = "of the test"
 ENOUGH = 60.0
@@ -182,14 +190,14 @@ def test_torchs_own_client_gets_nothing(store: KeyedStore) -> None:
 def test_a_silent_stranger_is_closed_and_many_do_not_keep_a_peer_away(
     store: KeyedStore, strangers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_host, "MOST_UNPROVED", 5)
+    monkeypatch.setattr(rendezvous, "MOST_UNPROVED", 5)
     strangers += [stranger_at(store) for _ in range(12)]
     peer = KeyedStore("127.0.0.1", port_of(store), SECRET, ENOUGH)
     peer.set("through", "yes")
     assert [read_all(one) for one in strangers[:7]] == [32] * 7, "the oldest made way"
     for one in strangers:
         one.close()
-    monkeypatch.setattr(store_host, "PROOF_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous, "PROOF_SECONDS", 0.05)
     last = stranger_at(store)
     strangers.append(last)
     assert read_all(last) == 32, "its time was over"
@@ -223,7 +231,7 @@ def test_a_message_above_the_limit_ends_the_connection_alone(
     store: KeyedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer = KeyedStore("127.0.0.1", port_of(store), SECRET, ENOUGH)
-    monkeypatch.setattr(store_wire, "LARGEST_MESSAGE", 1000)
+    monkeypatch.setattr(rendezvous, "LARGEST_MESSAGE", 1000)
     with pytest.raises(RuntimeError, match="has gone"):
         peer.set("large", "x" * 2000)
     store.set("small", "x")

@@ -13,7 +13,6 @@ import torch
 
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError
-from vllm_patching.transport.forming import in_time
 from vllm_patching.transport.lane import (
     GlooLane,
     Lane,
@@ -21,6 +20,7 @@ from vllm_patching.transport.lane import (
     LanePlace,
     NcclLane,
     close_lanes,
+    in_time,
     nobody_lost,
 )
 from vllm_patching.transport.rendezvous import Meeting

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from vllm_patching.transport import shared_lane
-from vllm_patching.transport.shared_lane import OfferedMemory, SendMemory
+from vllm_patching.transport import lane
+from vllm_patching.transport.lane import OfferedMemory, SendMemory
 
 SENDER = """
 import sys
-from vllm_patching.transport.shared_lane import SendMemory
+from vllm_patching.transport.lane import SendMemory
 memory = SendMemory([100, 100])
 memory.buffers[1].fill_(7)
 print(memory.offset_of(memory.buffers[1]), memory.offer, flush=True)
@@ -80,7 +80,7 @@ def test_where_nothing_can_be_shared_the_buffers_are_there_all_the_same(
     def none(name: str, flags: int) -> int:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(shared_lane.os, "memfd_create", none)
+    monkeypatch.setattr(lane.os, "memfd_create", none)
     memory = SendMemory([10, 20])
     assert (memory.offer, [buffer.numel() for buffer in memory.buffers]) == ("", [10, 20])
     assert memory.offset_of(memory.buffers[1]) - memory.offset_of(memory.buffers[0]) == 16

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from vllm_patching.worker.first_step import FirstStep
+from vllm_patching.worker.receiving import FirstStep
 
 
 class Worker:

@@ -19,14 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.forked_commands import start_unguarded
 from tests.geometries import geometry_of
 from vllm_patching.protocol.checksum import weights_checksum
-from vllm_patching.protocol.manifest import Manifest, ManifestEntry, flat_layout
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry, buckets, flat_layout
 from vllm_patching.protocol.messages import Route
-from vllm_patching.protocol.pieces import buckets
 from vllm_patching.transport.addresses import RendezvousError, reach
-from vllm_patching.transport.cohort import CohortPlace
 from vllm_patching.transport.rendezvous import Meeting, PeerWatch, host_store
 from vllm_patching.weights.sharding import plan_shards
-from vllm_patching.worker.updater import WeightUpdater
+from vllm_patching.worker.receiving import CohortPlace, WeightUpdater
 
 ROOT = Path(__file__).resolve().parents[3]
 GEOMETRY = geometry_of("Qwen3", 1, 12, 8, 4, 2, 3, 70, tie_word_embeddings=True)
@@ -47,8 +45,8 @@ TRAINER = """
 import math, sys, time, torch
 from tests.vllm_patching.worker.test_weight_updater import BUCKETS, LAYOUT, new_weights
 from vllm_patching.protocol.messages import Route
-from vllm_patching.transport.cohort import lane_places
-from vllm_patching.transport.forming import form_lane
+from vllm_patching.transport.lane import lane_places
+from vllm_patching.transport.lane import form_lane
 from vllm_patching.transport.lane import GO, SENDER, nobody_lost
 from vllm_patching.transport.rendezvous import Meeting, host_store
 port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_patching.protocol import writers
-from vllm_patching.protocol.lease import Lease, LeaseLost, Leases
-from vllm_patching.protocol.writers import Writer
+from vllm_patching.protocol import messages
+from vllm_patching.protocol.messages import Writer
+from vllm_patching.server.state import Lease, LeaseLost, Leases
 
 
 def granted(**more: object) -> tuple[Leases, Lease]:
@@ -78,7 +78,7 @@ def test_a_process_that_cannot_be_seen_is_never_known_to_have_ended() -> None:
 
 @pytest.fixture
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(writers, "_PROC", tmp_path)
+    monkeypatch.setattr(messages, "_PROC", tmp_path)
     (tmp_path / "self").mkdir()
     (tmp_path / "self/stat").write_text("1 (server) S")
     return tmp_path
@@ -97,7 +97,7 @@ def put(proc: Path, pid: int, started: int, threads: dict[int, str]) -> None:
 
 
 def test_a_running_process_and_its_end(proc: Path) -> None:
-    writer = Writer(writers.this_process().host, 12, 500)
+    writer = Writer(messages.this_process().host, 12, 500)
     put(proc, 12, 500, {12: "S", 13: "R"})
     assert writer.is_here()
     assert not writer.has_ended()
@@ -125,7 +125,7 @@ def test_a_process_that_cannot_be_looked_up_counts_as_living(
 
 
 def test_this_process_is_here_and_lives() -> None:
-    mine = writers.this_process()
+    mine = messages.this_process()
     assert mine.is_here()
     assert not mine.has_ended()
     assert Writer.from_json(mine.to_json()) == mine

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from enum import StrEnum
 from typing import Any, TypeVar, TypeVarTuple
 
 from vllm_patching.compat.engine import (
@@ -15,16 +16,66 @@ from vllm_patching.compat.engine import (
     engine_is_dead,
     pause_and_keep,
 )
+from vllm_patching.compat.outputs import HeldOutputs
 from vllm_patching.compat.versions import UnsupportedVllm
 from vllm_patching.protocol.manifest import Manifest, mismatches
-from vllm_patching.protocol.verification import (
+from vllm_patching.protocol.messages import (
     CAN_VERIFY_AND_RESUME,
     VERIFY_AND_RESUME,
     BridgeRefusal,
+    BridgeWorker,
+    Check,
     rank_name,
 )
-from vllm_patching.protocol.workers import BridgeWorker, Check
-from vllm_patching.server.silence import Silence
+
+FURTHER_SECONDS = 1.0
+"""How long anything else is waited for while an answer is overdue. vLLM answers in order, so that
+it would come after that one; each step of giving an update up would else wait for as long as the
+first did."""
+
+
+class Silence:
+    """The questions that wait for an answer, those that nobody waits for any more among them."""
+
+    def __init__(self) -> None:
+        self._since: dict[object, float] = {}
+        self._overdue: set[asyncio.Future[Any]] = set()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """In the block an answer is waited for."""
+        question = object()
+        self._since[question] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._since[question]
+
+    def overdue(self, question: asyncio.Future[Any], asked_for: float) -> None:
+        """Nobody waits for this answer any more; it ends the silence when it comes.
+
+        Args:
+            asked_for: seconds for which it has been waited for.
+        """
+        self._since[question] = time.monotonic() - asked_for
+        self._overdue.add(question)
+        question.add_done_callback(self._has_come)
+
+    def patience(self, seconds: float) -> float:
+        """How long a new question is waited for that might take so many seconds."""
+        return min(seconds, FURTHER_SECONDS) if self._overdue else seconds
+
+    @property
+    def seconds(self) -> float:
+        """Since the oldest question that has no answer yet; 0.0 if there is none."""
+        return max(0.0, time.monotonic() - min(self._since.values())) if self._since else 0.0
+
+    def _has_come(self, question: asyncio.Future[Any]) -> None:
+        self._overdue.discard(question)
+        self._since.pop(question, None)
+        if not question.cancelled():
+            question.exception()  # else asyncio would complain that nobody has looked at it
+
 
 Answer = TypeVar("Answer")
 Arguments = TypeVarTuple("Arguments")
@@ -431,3 +482,120 @@ def require_one_each(what: str, count: int, ranks: int) -> None:
     """Raise BridgeRefusal unless there is one of something for each rank."""
     if count != ranks:
         raise BridgeRefusal(422, f"{count} {what}(s) for {ranks} rank(s)")
+
+
+class EngineState(StrEnum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    UNKNOWN = "unknown"
+
+
+class EngineSwitch:
+    """Stops the engine between two steps, with its requests kept, and lets it go on."""
+
+    def __init__(
+        self, engine: Any, timeout: float, keep_cache: bool, silence: Silence | None = None
+    ) -> None:
+        """
+        Args:
+            engine: vLLM's AsyncLLM, running. Call from within its event loop.
+            timeout: seconds for each command.
+            keep_cache: do not drop the cached keys and values at a pause.
+            silence: told of commands that wait for their answer.
+        """
+        self._state = EngineState.RUNNING
+        self.told: Callable[[EngineState], None] = lambda state: None
+        """Called with each state that it comes to."""
+        self.pauses = 0
+        """How often it was stopped."""
+        self.pausing = False
+        """Whether it is told to pause and has not answered yet."""
+        self.resting = False
+        """Whether its keys' and values' memory is away (see turns), without which it must not go
+        on."""
+        self._engine, self._timeout, self._keep_cache = engine, timeout, keep_cache
+        self._silence = silence or Silence()
+        self._outputs = HeldOutputs(engine)
+
+    @property
+    def state(self) -> EngineState:
+        """What is known of it."""
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state = state
+        self.told(state)
+
+    @property
+    def paused(self) -> bool:
+        """Whether it is known to stand still."""
+        return self.state is EngineState.PAUSED
+
+    def hold_outputs(self, seconds: float) -> None:
+        """Hand out nothing that was sampled, until the engine is known to go on or to stand still
+        for long, or for that long.
+
+        With hundreds of requests handing out takes longer than a whole update; and while an answer
+        is late that says whether the engine went on, nobody knows with which weights a token was
+        sampled.
+        """
+        self._outputs.hold(seconds)
+
+    def release_outputs(self) -> None:
+        """Hand out what was held."""
+        self._outputs.release()
+
+    async def pause(self) -> None:
+        """Return when it stands still.
+
+        Raises:
+            BridgeRefusal: it does not answer in time, failed or has died; it may stand still or
+                not.
+        """
+        self.state = EngineState.UNKNOWN
+        self.pausing = True
+        try:
+            await self._command(
+                pause_and_keep(self._engine, clear_cache=not self._keep_cache), "a pause"
+            )
+        finally:
+            self.pausing = False
+        self.state = EngineState.PAUSED
+        self.pauses += 1
+
+    async def resume(self) -> None:
+        """Return when it goes on, and hand out what was held; at once if it runs, or rests, which
+        ends in another way.
+
+        Raises:
+            BridgeRefusal: as `pause`.
+        """
+        if self.state is not EngineState.RUNNING and not self.resting:
+            self.state = EngineState.UNKNOWN
+            await self._command(self._engine.resume_generation(), "the command to go on")
+            self.state = EngineState.RUNNING
+        self._outputs.release()
+
+    def lose_track(self) -> None:
+        """Somebody else's command to it was not answered."""
+        self.state = EngineState.UNKNOWN
+
+    def note(self, runs: bool) -> None:
+        """Somebody else's command to it was answered."""
+        self.state = EngineState.RUNNING if runs else EngineState.PAUSED
+
+    async def _command(self, command: Any, what: str) -> None:
+        try:
+            with self._silence.waiting():
+                await answer_in_time(
+                    self._engine,
+                    command,
+                    what,
+                    self._silence.patience(self._timeout),
+                    "vLLM's engine",
+                )
+        except BridgeRefusal as refusal:
+            raise BridgeRefusal(
+                refusal.status, f"{refusal}; whether it stands still is not known"
+            ) from refusal
