@@ -34,8 +34,7 @@ from bench.gpu.summary import gigabytes_per_second, spread_ms, table
 from bench.measured import Options, command_line, measured
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
-from example_trainer.weight_bridge.send_plan import SendPlan
-from example_trainer.weight_bridge.stream import WeightStream
+from example_trainer.weight_bridge.stream import SendPlan, WeightStream
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.protocol.messages import Route
 from vllm_patching.weights.families import Geometry

@@ -48,7 +48,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "environments/arithmetic_problems.py": (),
     "example_trainer/algorithm/advantages.py": (),
     "example_trainer/batch/packing.py": (),
-    "example_trainer/weight_bridge/send_plan.py": (),
+    "example_trainer/weight_bridge/stream.py": (),
     "vllm_patching/server/state.py": (),
     "vllm_patching/weights/sharding.py": (),
 }

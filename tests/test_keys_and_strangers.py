@@ -25,7 +25,7 @@ from atroposlib.web.connections import direct_client
 from example_trainer.api_keys import ServerKeys
 from example_trainer.child_processes import readiness
 from example_trainer.vllm_client import VLLMClient
-from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
+from example_trainer.weight_bridge.service_board import ServiceBoard
 from tests.recording_server import Recorder, recording
 
 KEY = "a-key-that-strangers-want"

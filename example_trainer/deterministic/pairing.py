@@ -19,7 +19,7 @@ from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder
 from example_trainer.models.ops import invariant
 from example_trainer.process import StopSignal
-from example_trainer.weight_bridge.asking import at_once
+from example_trainer.weight_bridge.fleet_updates import at_once
 from example_trainer.weight_bridge.server import BridgeServer, configured_servers
 from vllm_patching.batch_invariant.provenance import provenance, table_hash
 from vllm_patching.batch_invariant.settings import SettingsError, enable_settings

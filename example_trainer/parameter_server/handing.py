@@ -21,8 +21,8 @@ from example_trainer.parameter_server.held import HeldWeights, held_model, show
 from example_trainer.parameter_server.options import ParameterServerOptions, Share
 from example_trainer.vllm_client import QUICK_SECONDS, VLLMClient
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
-from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
 from example_trainer.weight_bridge.server import BridgeServer
+from example_trainer.weight_bridge.service_board import ServiceBoard
 from vllm_patching.protocol.timeline import Timeline, open_timeline, unix_ns
 from vllm_patching.server.state import Weights
 

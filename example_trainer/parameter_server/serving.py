@@ -25,7 +25,7 @@ from example_trainer.parameter_server.shards import Shards
 from example_trainer.process import StopSignal
 from example_trainer.training.device_and_dtype import choose_device
 from example_trainer.training.host_memory import free_host_memory
-from example_trainer.weight_bridge.send_plan import buffer_bytes
+from example_trainer.weight_bridge.stream import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest, flat_layout
 from vllm_patching.server.access import Door
 from vllm_patching.server.state import Weights

@@ -26,7 +26,7 @@ import torch
 from example_trainer.batch.packing import SEEN_PER_TOKEN
 from example_trainer.training.host_memory import BUCKET_ELEMENTS, SLOTS
 from example_trainer.training.quantised import QUANTISED_BLOCK, can_be_quantised
-from example_trainer.weight_bridge.send_plan import buffer_bytes
+from example_trainer.weight_bridge.stream import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest
 from vllm_patching.weights.families import PROJECTIONS, Geometry, Parameter, parameters
 

@@ -19,12 +19,10 @@ from example_trainer.models.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import NoBridge, WeightBridge
-from example_trainer.weight_bridge.broadcast import BroadcastBridge
-from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
+from example_trainer.weight_bridge.broadcast import BroadcastBridge, ParameterServerBridge
 from example_trainer.weight_bridge.foreign_server import ForeignServerBridge, server_answers
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 from example_trainer.weight_bridge.owned_server import STOP_SECONDS, is_this_machine
-from example_trainer.weight_bridge.parameter_server import ParameterServerBridge
 from example_trainer.weight_bridge.restart import RestartBridge
 from example_trainer.weight_bridge.server import (
     BridgeServer,
@@ -34,6 +32,7 @@ from example_trainer.weight_bridge.server import (
     served_dtype,
 )
 from example_trainer.weight_bridge.server_record import end_left_over_server
+from example_trainer.weight_bridge.service_board import ServiceBoard
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from vllm_patching.transport.shared_memory import gpu_uuid
 

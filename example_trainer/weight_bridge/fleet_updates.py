@@ -6,27 +6,741 @@ Rank 0 sends its decisions to the other ranks, so that all of them act alike; se
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import queue
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from example_trainer.errors import BridgeError
-from example_trainer.weight_bridge.asking import Answers, Late, at_once
+from pydantic import BaseModel, ConfigDict
+
+from example_trainer.errors import BridgeError, TrainerError
+from example_trainer.vllm_client import ServerSilent
 from example_trainer.weight_bridge.base import LeaseLost
-from example_trainer.weight_bridge.cohorts import CohortError
-from example_trainer.weight_bridge.diagnosis import Evidence, Loss, Reason, diagnose
-from example_trainer.weight_bridge.fleet import Verdict
-from example_trainer.weight_bridge.fleet_keeper import FleetKeeper
-from example_trainer.weight_bridge.fleet_report import given_up, waiting_line
-from example_trainer.weight_bridge.groups import Groups, UpdateGroup
-from example_trainer.weight_bridge.members import Member, MemberCheck, Unfit, Watch, is_away
-from example_trainer.weight_bridge.server import Shapes
+from example_trainer.weight_bridge.fleet import (
+    Evidence,
+    Fleet,
+    Loss,
+    Progress,
+    Reason,
+    Sight,
+    Standing,
+    Verdict,
+    diagnose,
+    given_up,
+    line_of,
+    table,
+    waiting_line,
+)
+from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of
+from example_trainer.weight_bridge.service_board import SERVICE_SECONDS, Board
+from example_trainer.weight_bridge.stream import CohortError, route_to, sent_together
+from vllm_patching.protocol.manifest import Manifest, flat_layout
+from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.1
+_TICK_SECONDS = 1.5
+
+
+class Late(BridgeError):
+    """A server that the others did not wait for any longer."""
+
+
+class RunningClock:
+    """Seconds for which this process has run. What passes while it is stopped, or its machine
+    sleeps, is held against nobody.
+
+    Whoever asks it does so again and again, and is never longer between two looks than
+    `_TICK_SECONDS`. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._looked = time.monotonic()
+        self._now = 0.0
+
+    def now(self) -> float:
+        """Never goes back."""
+        with self._lock:
+            looked, self._looked = self._looked, time.monotonic()
+            self._now += min(self._looked - looked, _TICK_SECONDS)
+            return self._now
+
+
+@dataclass
+class Answers(Generic[T]):
+    """What came back from servers that were asked at the same time, by their addresses."""
+
+    ok: dict[str, T] = field(default_factory=dict)
+    failed: dict[str, BridgeError] = field(default_factory=dict)
+
+
+def at_once(
+    calls: Mapping[str, Callable[[], T]],
+    limit: float,
+    patience: float | None = None,
+    enough: Callable[[Mapping[str, T]], bool] = bool,
+    lost: Callable[[], Mapping[str, str]] = dict,
+    clock: RunningClock | None = None,
+) -> Answers[T]:
+    """Do all calls at the same time, each in a thread.
+
+    Args:
+        calls: by a server's address.
+        limit: seconds after which nobody is waited for.
+        patience: seconds for which the rest is waited for, after the last answer that came; None:
+            until `limit`.
+        enough: whether the answers so far suffice to go on without the rest, once they are late.
+        lost: those that are known not to answer any more, with the reason.
+        clock: the caller's, if it has one.
+
+    Raises:
+        Exception: what a call raised that is no BridgeError.
+    """
+    results: queue.SimpleQueue[tuple[str, T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work(url: str, call: Callable[[], T]) -> None:
+        try:
+            results.put((url, call(), None))
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            results.put((url, None, error))
+
+    for url, call in calls.items():
+        threading.Thread(target=work, args=(url, call), name=f"asks {url}", daemon=True).start()
+    answers: Answers[T] = Answers()
+    waiting = set(calls)
+    clock = clock or RunningClock()
+    now = last = clock.now()
+    end = now + limit
+    while waiting:
+        try:
+            url, value, error = results.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            now = clock.now()
+            answers.failed |= {
+                url: Late(f"{url} {reason}") for url, reason in lost().items() if url in waiting
+            }
+            waiting -= answers.failed.keys()
+            if now >= end:
+                answers.failed |= {
+                    url: Late(f"{url} did not answer within {limit:g} s") for url in waiting
+                }
+            elif patience is not None and now - last >= patience and enough(answers.ok):
+                answers.failed |= {
+                    url: Late(f"{url} is {now - last:.0f} s behind the others") for url in waiting
+                }
+            waiting -= answers.failed.keys()
+            continue
+        if url not in waiting:
+            continue
+        waiting.discard(url)
+        last = clock.now()
+        if error is None:
+            answers.ok[url] = value  # type: ignore[assignment]
+        elif isinstance(error, BridgeError):
+            answers.failed[url] = error
+        else:
+            raise error
+    return answers
+
+
+LOOK_SECONDS = 2.0
+"""For the answer to a look at a server's state."""
+_FIRST_LOOK_SECONDS = 1.0
+"""An update that takes no longer than this is not watched."""
+_NEXT_LOOK_SECONDS = 0.5
+_SAY_EVERY_SECONDS = 10.0
+
+
+class Unfit(BridgeError):
+    """A server that cannot be a member however often it is asked: only another server at its
+    address can.
+    """
+
+
+class Member:
+    """One server, and what this trainer has agreed with it.
+
+    Attributes:
+        server: speaks its routes.
+        info: what /bridge/info answered last.
+        manifests: of its ranks.
+        epoch: of this trainer at that server; 0 before it has joined.
+        joined: whether it takes steps of this trainer.
+        transfer: how weights arrive, as the server chose.
+        route: how they travel, as this process chose.
+        replicas: engine cores behind it, each of which receives.
+    """
+
+    def __init__(self, server: BridgeServer) -> None:
+        self.server = server
+        self.info: dict[str, Any] = {}
+        self.manifests: list[Manifest] = []
+        self.epoch, self.replicas = 0, 1
+        self.joined = False
+        self.transfer = ""
+        self.route = Route.GLOO
+
+    @property
+    def url(self) -> str:
+        """Its address, which is its name in the fleet."""
+        return self.server.url
+
+    @property
+    def instance(self) -> str:
+        """Of the process that was asked for its layout last."""
+        return str(self.info.get("instance", ""))
+
+    @property
+    def layout(self) -> str:
+        """Servers with the same one can receive the same bytes at the same time."""
+        return ",".join([self.route, *(manifest.digest() for manifest in self.manifests)])
+
+    @property
+    def num_bytes(self) -> int:
+        """That an update brings it."""
+        return self.replicas * sum(
+            item.num_bytes for manifest in self.manifests for item in flat_layout(manifest)[0]
+        )
+
+    def ask(self) -> None:
+        """What the server holds, into `info` and `manifests`; waits for a server that is still
+        loading.
+        """
+        self.info = self.server.wait_for_info()
+        self.manifests = manifests_of(self.info)
+
+    def join(
+        self,
+        shapes: Callable[[dict[str, Any]], Shapes],
+        transfer: str,
+        gpus: Sequence[str],
+        check: MemberCheck,
+    ) -> int:
+        """Begin an epoch with the server that answers now. Returns the number of parameters mapped,
+        which is all of them.
+
+        Args:
+            shapes: what this trainer sends, by the server's info.
+            transfer: auto, direct or overlapped.
+            gpus: UUID of each trainer rank's GPU; empty on a CPU.
+            check: raises if it must not be let in.
+
+        Raises:
+            Unfit: it holds something else, or cannot be sent to.
+            BridgeError: it refuses now, or does not answer.
+        """
+        self.joined = False
+        state = self.state()
+        if state is None:
+            raise ServerSilent(f"{self.url} does not answer")
+        if state["instance"] != self.instance:
+            self.ask()
+        elif state["target_version"] is not None and state["epoch"] == self.epoch:
+            self.server.abort(
+                self.epoch, "the trainer joins anew"
+            )  # else what is left of that update keeps it waiting
+        told = shapes(self.info)
+        try:
+            mapped = check_layout(self.info, told)
+        except BridgeError as error:
+            raise Unfit(str(error)) from error
+        try:
+            check(self)
+        except BridgeError:
+            raise
+        except TrainerError as error:
+            raise Unfit(str(error)) from error
+        answer = self.server.init("broadcast", told, transfer)
+        self.epoch, self.transfer = answer["epoch"], answer["transfer"]
+        self.route = route_to(self.info, gpus)
+        self.replicas = int(answer.get("replicas", 1))
+        self.joined = True
+        return mapped
+
+    def state(self) -> dict[str, Any] | None:
+        """What the server says at once; None if it does not answer."""
+        return self.server.look("/bridge/state", LOOK_SECONDS)
+
+    def seen_in(self, state: dict[str, Any] | None) -> Sight | None:
+        """What the fleet's policy wants to know of a server that answers this; None if it does not
+        answer.
+        """
+        if state is None:
+            return None
+        ours = not self.joined or state["instance"] != self.instance or state["epoch"] == self.epoch
+        hangs = str(state.get("engine_trouble", ""))
+        trouble = "vLLM's engine process has died" if state["engine_dead"] else hangs
+        if not trouble and not state["healthy"]:
+            trouble = state.get("quarantine") or state["last_error"] or "is unhealthy"
+        taken_by = "" if ours else taken_over(state)
+        return Sight(
+            state["instance"],
+            state["weight_version"],
+            state["weight_epoch"],
+            trouble,
+            taken_by,
+            bool(hangs),
+        )
+
+    def evidence(self, state: dict[str, Any] | None, version: int) -> Evidence:
+        """Return what a state says of the update to `version`; None: the server did not answer."""
+        if state is None:
+            return Evidence(answers=False)
+        gave_up = ""
+        if state["target_version"] is None and state.get("gave_up_waiting") == version:
+            gave_up = f"gave version {version} up: {state['last_error']}"
+        ranks = state.get("ranks", [])
+        errors = dict.fromkeys(str(rank["error"]) for rank in ranks if rank.get("error"))
+        return Evidence(
+            broken=self._broken(state),
+            gave_up=gave_up,
+            rank_errors="; ".join(errors),
+            silent=float(state.get("silent_seconds", 0.0)),
+            received=min((int(rank.get("received_bytes") or 0) for rank in ranks), default=0),
+            idle=any(
+                rank.get("phase") == "receiving" and not rank.get("waits", True) for rank in ranks
+            ),
+        )
+
+    def _broken(self, state: dict[str, Any]) -> Reason | None:
+        """Return why the server cannot finish its update; None while it may."""
+        if state["instance"] != self.instance:
+            return Reason("was restarted", Loss.RESTARTED)
+        if state["epoch"] != self.epoch:
+            return Reason(f"{taken_over(state)} has taken it over", Loss.TAKEN_OVER)
+        if state["engine_dead"]:
+            return Reason("vLLM's engine process has died")
+        if state.get("engine_trouble"):
+            return Reason(str(state["engine_trouble"]))
+        return None
+
+
+MemberCheck = Callable[[Member], None]
+
+
+def taken_over(state: Mapping[str, Any]) -> str:
+    """The trainer that a server belongs to now, for messages."""
+    return f"{state['trainer']} (epoch {state['epoch']})"
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether a failure says that there is nobody, rather than what is wrong."""
+    return isinstance(error, ServerSilent | Late)
+
+
+class Watch:
+    """Looks at all members while they do the same step of an update. Names those not to wait for,
+    and logs which one all wait for.
+
+    Used as a context; any thread may read `lost` and `reasons`.
+    """
+
+    def __init__(
+        self, members: Mapping[str, Member], version: int, patience: float, limit: float
+    ) -> None:
+        """
+        Args:
+            members: by address.
+            version: that they are sent.
+            patience: seconds for which one of them may delay the others.
+            limit: seconds for all of it, from the first byte on.
+        """
+        self._members, self._version = members, version
+        self._patience, self._limit = patience, limit
+        self._progress = Progress()
+        self._clock = RunningClock()
+        self._reasons: dict[str, Reason] = {}
+        self._forming = False
+        self._sent_since: float | None = None
+        self._next_line = 0.0
+        self._behind = dict.fromkeys(members, 0)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch over an update", daemon=True)
+        self._answered = dict.fromkeys(members, self._clock.now())
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    @property
+    def reasons(self) -> dict[str, Reason]:
+        """The servers not to wait for."""
+        if self._failure is not None:
+            raise self._failure
+        return dict(self._reasons)
+
+    def texts(self) -> dict[str, str]:
+        """Return `reasons` as sentences without the address."""
+        return {url: reason.text for url, reason in self.reasons.items()}
+
+    def lost(self) -> str:
+        """Return `reasons` as one sentence; empty while all may still come."""
+        return "; ".join(f"{url} {text}" for url, text in self.texts().items())
+
+    def forming(self) -> None:
+        """Begin to watch the members meet."""
+        self._forming, self._sent_since = True, None
+
+    def sending(self) -> None:
+        """Begin to watch the members receive."""
+        self._forming, self._sent_since = False, self._clock.now()
+
+    def sent(self) -> None:
+        """Stop to log which member all wait for: everything has been sent."""
+        self._sent_since = None
+
+    def _run(self) -> None:
+        pause = _FIRST_LOOK_SECONDS
+        while not self._ended.wait(pause):
+            pause = _NEXT_LOOK_SECONDS
+            try:
+                self._look()
+            except Exception as error:  # noqa: BLE001 - raised where the watch is read
+                self._failure = error
+                return
+
+    def _look(self) -> None:
+        calls = {url: member.state for url, member in self._members.items()}
+        states = at_once(calls, LOOK_SECONDS + 1.0, clock=self._clock).ok
+        now = self._clock.now()
+        evidence = {
+            url: self._evidence(url, member, states.get(url), now)
+            for url, member in self._members.items()
+        }
+        if self._ended.is_set() or self._reasons:
+            return
+        self._reasons = diagnose(self._progress.timed(evidence, now), self._patience)
+        if not self._reasons:
+            self._log_slowest({url: one.received for url, one in evidence.items()}, now)
+
+    def _evidence(
+        self, url: str, member: Member, state: dict[str, Any] | None, now: float
+    ) -> Evidence:
+        evidence = member.evidence(state, self._version)
+        if state is None:
+            return replace(evidence, silent=now - self._answered[url])
+        self._answered[url] = now
+        # A server that gave the version up is joined again once its own step has failed.
+        evidence = replace(evidence, gave_up="")
+        if not self._forming:
+            return evidence
+        # The meeting itself shows which receivers did not come.
+        evidence = replace(evidence, received=0, idle=False)
+        if evidence.rank_errors:
+            return replace(evidence, failure=Reason(evidence.rank_errors))
+        return evidence
+
+    def _log_slowest(self, received: Mapping[str, int], now: float) -> None:
+        """Log which members all wait for. A slow member that is not late is waited for.
+
+        No member is ever ahead by more than the sender's two buckets, so each look adds up how far
+        behind a member is.
+        """
+        most = max(received.values())
+        for url, amount in received.items():
+            self._behind[url] += most - amount
+        since = self._sent_since
+        if since is None or now - since < self._patience or now < self._next_line:
+            return
+        self._next_line = now + _SAY_EVERY_SECONDS
+        worst = max(self._behind.values())
+        slowest = ", ".join(
+            f"{url} (has {_megabytes(received[url])})"
+            for url in received
+            if self._behind[url] == worst
+        )
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + since + self._limit - now))
+        logger.warning(
+            "[Fleet] version %d is on its way for %.0f s, waiting for %s; the fastest of %d servers has %s; until %s",
+            self._version, now - since, slowest, len(received), _megabytes(most), until,
+        )  # fmt: skip
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"
+
+
+PUBLISH_SECONDS = 5.0
+"""The longest time between two tables that the rollout service is given."""
+_ROUND_SECONDS = 1.0
+
+
+class FleetKeeper:
+    """Owns the fleet and its members, on rank 0. A thread looks at all servers every second while
+    no update is made.
+
+    `lock` guards `fleet` and `members`, and is held for no longer than it takes to read or change
+    them.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        members: Mapping[str, Member],
+        make: Callable[[str], BridgeServer],
+        board: Board | None = None,
+    ) -> None:
+        """
+        Args:
+            fleet: the policy.
+            members: its servers, by address.
+            make: speaks to a server that joins later, by its address.
+            board: where the table is shown; None: nowhere.
+        """
+        self.fleet, self.members = fleet, dict(members)
+        self.lock = threading.RLock()
+        self._make, self._board = make, board
+        self._ended, self._changed = threading.Event(), threading.Event()
+        self._updates = 0
+        self._updating = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fleet keeper", daemon=True)
+        self._said_away: set[str] = set()
+        self._weight_epoch: int | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def look(self, forced: bool = False) -> None:
+        """Look at all servers now, at the same time; at most a second longer than LOOK_SECONDS.
+
+        Args:
+            forced: also while an update is made, which teaches more than a look; asked by whoever
+                makes it.
+        """
+        with self.lock:
+            members, begun = dict(self.members), self._updates
+            if self._updating and not forced:
+                return
+        states = at_once(
+            {url: member.state for url, member in members.items()}, LOOK_SECONDS + 1.0
+        ).ok
+        with self.lock:
+            if not forced and (self._updating or self._updates != begun):
+                return  # what was seen is older than what the update has taught
+            for url, member in members.items():
+                self.fleet.saw(url, member.seen_in(states.get(url)), time.monotonic())
+                self._say_away(url, states.get(url) is None)
+            self.tell()
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """An update is made meanwhile: servers are looked at by those who make it."""
+        with self.lock:
+            self._updating = True
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._updating, self._updates = False, self._updates + 1
+                self.tell()
+
+    def change_epoch(self, weight_epoch: int) -> None:
+        """What is sent from now on belongs to this weight epoch: servers that joined for another
+        one join anew.
+        """
+        with self.lock:
+            self._weight_epoch = weight_epoch
+            for member in self.members.values():
+                if member.server.weight_epoch != weight_epoch:
+                    member.server.weight_epoch, member.joined = weight_epoch, False
+
+    def due(self) -> list[str]:
+        """Who could be brought in now, as of the last look.
+
+        Raises:
+            BridgeError: the thread has failed.
+        """
+        if self._failure is not None:
+            raise BridgeError(
+                f"the servers are not looked after any more ({type(self._failure).__name__}: {self._failure}); start "
+                "this process again, a trainer with --resume auto; the traceback is in its log, at [Fleet]"
+            ) from self._failure
+        with self.lock:
+            return self.fleet.due(time.monotonic())
+
+    def tell(self) -> None:
+        """Say in the log what has changed, and have the table published. `lock` is held."""
+        for change in self.fleet.take_changes():
+            self._changed.set()
+            level = logging.WARNING
+            if change.now is Standing.GOOD:
+                level = logging.INFO
+            if line := line_of(change, self.fleet):
+                logger.log(level, "%s", line)
+
+    def close(self) -> None:
+        """Stop looking. Safe to call twice."""
+        self._ended.set()
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join(LOOK_SECONDS + SERVICE_SECONDS + _ROUND_SECONDS)
+        if self._board is not None:
+            self._board.close()
+
+    def _run(self) -> None:
+        published = 0.0
+        try:
+            while not self._ended.is_set():
+                self.look()
+                now = time.monotonic()
+                if self._changed.is_set() or now - published >= PUBLISH_SECONDS / 2:
+                    self._changed.clear()
+                    published = now
+                    self._publish()
+                self._changed.wait(_ROUND_SECONDS)
+        except Exception as error:
+            self._failure = error
+            logger.exception("[Fleet] servers are not looked after any more")
+
+    def _publish(self) -> None:
+        if self._board is None:
+            return
+        with self.lock:
+            rows = table(self.fleet)
+        wishes = self._board.publish(rows)
+        if wishes is None:
+            return
+        with self.lock:
+            if not self._updating:  # whoever is being updated stays until that is done
+                self.wish(*wishes)
+
+    def wish(self, wanted: Sequence[str], left: Sequence[str]) -> None:
+        """Others ask for these servers beside the named ones, and for those to go.
+
+        `lock` is held; no update is made.
+        """
+        came, went = self.fleet.wish(wanted, left, time.monotonic())
+        for url in went:
+            logger.info(
+                "[Fleet] %s has left: training goes on with %d servers", url, len(self.fleet.good)
+            )
+            self.members.pop(url).server.close()
+        for url in came:
+            logger.info("[Fleet] %s shall join", url)
+            server = self._make(url)
+            if self._weight_epoch is not None:
+                server.weight_epoch = self._weight_epoch
+            self.members[url] = Member(server)
+        if came or went:
+            self._changed.set()
+
+    def _say_away(self, url: str, away: bool) -> None:
+        place = self.fleet.places.get(url)
+        if not away or place is None or place.standing is Standing.GOOD:
+            self._said_away.discard(url)
+        elif url not in self._said_away:
+            self._said_away.add(url)
+            what = self.members[url].server.what
+            logger.warning(
+                "[Bridge] the %s at %s does not answer; start it again, it will get the weights",
+                what,
+                url,
+            )
+
+
+class GroupMember(BaseModel):
+    """One server of a group: a restarted server, or one that joined again, is another member."""
+
+    model_config = ConfigDict(frozen=True)
+
+    url: str
+    epoch: int
+    replicas: int
+    instance: str
+
+
+class UpdateGroup(BaseModel):
+    """Servers that share one broadcast.
+
+    Attributes:
+        layout: names the layout of their weights, and which group of that layout this is.
+        key: name of their cohort.
+        route: the way that the weights take.
+        members: in the order of their places in the cohort.
+        manifests: of the layout's ranks; empty if the other ranks know the layout already.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    layout: str
+    key: str
+    route: Route
+    members: tuple[GroupMember, ...]
+    manifests: tuple[dict[str, Any], ...]
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the members."""
+        return [member.url for member in self.members]
+
+    @property
+    def receivers(self) -> int:
+        """Number of engine cores that receive, in all members."""
+        return sum(member.replicas for member in self.members)
+
+    def at(self, numbers: Iterable[int]) -> set[str]:
+        """Return the addresses of the receivers at these places of the cohort, from 1."""
+        places = [member.url for member in self.members for _ in range(member.replicas)]
+        return {places[number - 1] for number in numbers if 0 < number <= len(places)}
+
+
+class Groups:
+    """Makes groups. Remembers the layouts that the other ranks have received."""
+
+    def __init__(self) -> None:
+        self._keys, self._known_layouts = 0, set[str]()
+
+    def of(self, members: Sequence[Member], alone: Collection[str]) -> list[UpdateGroup]:
+        """Put the members of one layout together, except those that share a GPU.
+
+        Args:
+            alone: addresses of members that get a group of their own, after the others.
+        """
+        ordered = sorted(members, key=lambda member: member.url in alone)
+        kinds = []
+        for member in ordered:
+            kind = (member.layout, member.url in alone and member.url)
+            kinds.append((kind, member.route, member.info["gpu_uuids"]))
+        return [
+            self._group([ordered[place] for place in places], number)
+            for number, places in sent_together(kinds)
+        ]
+
+    def _group(self, members: Sequence[Member], number: int) -> UpdateGroup:
+        layout = f"{members[0].layout} {number}"
+        self._keys += 1
+        manifests: tuple[dict[str, Any], ...] = ()
+        if layout not in self._known_layouts:
+            self._known_layouts.add(layout)
+            manifests = tuple(manifest.to_json() for manifest in members[0].manifests)
+        return UpdateGroup(
+            layout=hashlib.sha256(layout.encode()).hexdigest(),
+            key=f"cohort{self._keys}",
+            route=members[0].route,
+            members=tuple(
+                GroupMember(url=m.url, epoch=m.epoch, replicas=m.replicas, instance=m.instance)
+                for m in members
+            ),
+            manifests=manifests,
+        )
+
 
 _LOG_EVERY_SECONDS = 10.0
 _LOOK_EVERY_SECONDS = 0.5

@@ -22,7 +22,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.vllm_client import QUICK_SECONDS, VLLMClient
-from example_trainer.weight_bridge.asking import at_once
+from example_trainer.weight_bridge.fleet_updates import at_once
 
 logger = logging.getLogger(__name__)
 

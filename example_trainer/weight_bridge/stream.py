@@ -9,12 +9,18 @@ tensor-parallel trainer never gets here: its weights are vLLM's.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from itertools import zip_longest
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -23,19 +29,635 @@ from torch import Tensor
 from example_trainer.errors import BridgeError
 from example_trainer.models.shards import Shards
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.cohorts import Cohort
-from example_trainer.weight_bridge.send_plan import (
-    Cuts,
-    SendPlan,
-    Transfer,
-    buffer_bytes,
-    packed_bytes,
-    steps_of,
-)
 from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of
-from vllm_patching.protocol.manifest import BUCKET_BYTES, Manifest, Piece, source_view
+from vllm_patching.protocol.manifest import (
+    BUCKET_BYTES,
+    Bucket,
+    FlatSlice,
+    Manifest,
+    Piece,
+    buckets,
+    flat_layout,
+    source_view,
+)
 from vllm_patching.protocol.messages import Route
-from vllm_patching.transport.lane import Lane, LaneBroken, SendMemory
+from vllm_patching.transport.addresses import (
+    RendezvousError,
+    is_here,
+    listening_address,
+    rendezvous_address,
+)
+from vllm_patching.transport.lane import (
+    GO,
+    NEAR,
+    SENDER,
+    Lane,
+    LaneBroken,
+    LanePlace,
+    SendMemory,
+    close_lanes,
+    form_lanes,
+    lane_places,
+)
+from vllm_patching.transport.rendezvous import (
+    KeyedStore,
+    Meeting,
+    connect_store,
+    first_line,
+    host_store,
+    new_secret,
+)
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class Rendezvous:
+    """Opens the stores on rank 0, where the servers need them, and connects the other ranks to
+    them.
+
+    A store listens on one address: on loopback as long as every server is on this machine. Servers
+    that join later from another machine meet at a second store.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: float, port: int | None) -> None:
+        """
+        Args:
+            timeout: seconds for each wait at a store.
+            port: 0: any that is free; None: as the environment says.
+        """
+        self._ranks, self._timeout, self._port = ranks, timeout, port
+        self._secret = new_secret()
+        self._hosted: dict[str, KeyedStore] = {}  # by the address that it listens on
+        self._stores: dict[tuple[str, int], KeyedStore] = {}
+
+    def open(self, urls: Sequence[str]) -> Meeting:
+        """Return where these servers meet this trainer, and open the store there. On rank 0.
+
+        Raises:
+            BridgeError: the address cannot be used, or the port is taken.
+        """
+        return _translate(lambda: self._open([str(urlsplit(url).hostname) for url in urls]))
+
+    def join(self, meeting: Meeting) -> KeyedStore:
+        """Return the store at a meeting that rank 0 has opened. On every rank.
+
+        Raises:
+            BridgeError: it cannot be reached.
+        """
+        where = meeting.host, meeting.port
+        if where not in self._stores:
+            who = f"trainer rank {self._ranks.rank}"
+            self._stores[where] = _translate(lambda: connect_store(meeting, who, self._timeout))
+        return self._stores[where]
+
+    def _open(self, servers: Sequence[str]) -> Meeting:
+        host, port = rendezvous_address(servers)
+        elsewhere = next((server for server in servers if not is_here(server)), "")
+        address = listening_address(host, elsewhere)
+        if address not in self._hosted:
+            wanted = Meeting(host, port if self._port is None else self._port, self._secret)
+            self._hosted[address] = host_store(wanted, self._timeout, address)
+        store = self._hosted[address]
+        assert store.kept is not None, "this process hosts it"
+        self._stores[host, store.kept.port] = store
+        return Meeting(host, store.kept.port, self._secret)
+
+
+def _translate(step: Callable[[], _T]) -> _T:
+    try:
+        return step()
+    except RendezvousError as error:
+        raise BridgeError(str(error)) from error
+
+
+HANDED_BYTES = 256 << 20
+"""How much a rank puts together for the others at a time: a round is gathered in several steps
+where it would be more."""
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """Who sends.
+
+    Attributes:
+        world_size: trainer ranks.
+        vllm_ranks: cohorts.
+    """
+
+    world_size: int
+    vllm_ranks: int
+
+    @property
+    def lanes(self) -> int:
+        """Of each cohort: the same for all, so that a server is told one number."""
+        return -(-self.world_size // self.vllm_ranks)
+
+    def senders(self, cohort: int) -> list[int]:
+        """The trainer ranks that send to vLLM's rank `cohort`."""
+        if self.world_size < self.vllm_ranks:
+            return [cohort % self.world_size]
+        return list(range(cohort, self.world_size, self.vllm_ranks))
+
+    def sender(self, cohort: int, lane: int) -> int:
+        """The trainer rank at the head of a lane.
+
+        Where the ranks do not divide by the cohorts, some have two lanes.
+        """
+        senders = self.senders(cohort)
+        return senders[lane % len(senders)]
+
+    def own_lanes(self, rank: int) -> list[tuple[int, int]]:
+        """(cohort, lane) of every lane that a trainer rank sends over."""
+        return [
+            (r, lane)
+            for r in range(self.vllm_ranks)
+            for lane in range(self.lanes)
+            if self.sender(r, lane) == rank
+        ]
+
+    def rounds(self, counts: Sequence[int]) -> list[dict[int, tuple[int, int]]]:
+        """For each round, by trainer rank, the (cohort, bucket) that it sends; a rank that has none
+        is left out.
+
+        Args:
+            counts: the number of buckets of each cohort.
+        """
+        queues: list[list[tuple[int, int]]] = [[] for _ in range(self.world_size)]
+        for bucket in range(max(counts, default=0)):
+            for cohort, count in enumerate(counts):
+                if bucket < count:
+                    queues[self.sender(cohort, bucket % self.lanes)].append((cohort, bucket))
+        return [
+            {rank: one for rank, one in enumerate(column) if one is not None}
+            for column in zip_longest(*queues, fillvalue=None)
+        ]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Rows of one piece, from the trainer rank that holds them to the one that sends them to vLLM.
+
+    Attributes:
+        owner, sender: trainer ranks; the same if nothing has to go anywhere.
+        cohort, bucket: what the sender sends.
+        piece: of that bucket.
+        first, last: rows first … last - 1 of the piece, counted from its own first one.
+        local: the row of the owner's part of the parameter at which they begin.
+    """
+
+    owner: int
+    sender: int
+    cohort: int
+    bucket: int
+    piece: Piece
+    first: int
+    last: int
+    local: int
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The layouts of vLLM's ranks, and their buckets."""
+
+    layouts: tuple[tuple[FlatSlice, ...], ...]
+    buckets: tuple[tuple[Bucket, ...], ...]
+    full: tuple[dict[str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, manifests: Sequence[Manifest], limit: int = BUCKET_BYTES) -> Cuts:
+        """
+        Args:
+            manifests: by vLLM rank.
+            limit: bytes of a bucket.
+        """
+        layouts = tuple(tuple(flat_layout(manifest)[0]) for manifest in manifests)
+        full = tuple(
+            {e.shard.name: tuple(e.shard.full_shape) for e in manifest.entries}
+            for manifest in manifests
+        )
+        return cls(layouts, tuple(tuple(buckets(layout, limit)) for layout in layouts), full)
+
+    def item(self, cohort: int, piece: Piece) -> FlatSlice:
+        """The slice that a piece is of."""
+        return self.layouts[cohort][piece.item]
+
+    def in_place(self, cohort: int, item: FlatSlice, dtype: torch.dtype) -> bool:
+        """Whether a slice's rows lie contiguous, in the right dtype, in a whole parameter of
+        `dtype`: columns do not.
+        """
+        return item.dtype == dtype and (
+            item.slice.dim == 0 or item.slice.length == self.full[cohort][item.name][1]
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of weights, over all of vLLM's ranks."""
+        return sum(item.num_bytes for layout in self.layouts for item in layout)
+
+
+def steps_of(
+    plan: SendPlan, cuts: Cuts, dtype: torch.dtype, limit: int = HANDED_BYTES
+) -> Iterator[list[list[Transfer]]]:
+    """For each round what is exchanged, in steps; each of FSDP2's ranks holds a chunk of every
+    parameter's rows.
+
+    Args:
+        dtype: of the trainer's parameters.
+        limit: bytes that a rank packs for the others in one step. One transfer may be more.
+    """
+    for row in plan.rounds([len(one) for one in cuts.buckets]):
+        steps: list[list[Transfer]] = [[]]
+        packed = [0] * plan.world_size
+        for sender, (cohort, bucket) in row.items():
+            for transfer in _transfers(plan.world_size, cuts, sender, cohort, bucket):
+                size = packed_bytes(cuts, transfer, dtype)
+                if packed[transfer.owner] and packed[transfer.owner] + size > limit:
+                    steps.append([])
+                    packed = [0] * plan.world_size
+                packed[transfer.owner] += size
+                steps[-1].append(transfer)
+        yield steps
+
+
+def _transfers(
+    world_size: int, cuts: Cuts, sender: int, cohort: int, bucket: int
+) -> Iterator[Transfer]:
+    for piece in cuts.buckets[cohort][bucket].pieces:
+        item = cuts.item(cohort, piece)
+        rows = cuts.full[cohort][item.name][0]
+        chunk = -(-rows // world_size)
+        first = piece.first + (item.slice.source_start if item.slice.dim == 0 else 0)
+        last = first + piece.last - piece.first
+        for owner in range(first // chunk, -(-last // chunk)):
+            begin, end = max(first, owner * chunk), min(last, (owner + 1) * chunk)
+            yield Transfer(
+                owner,
+                sender,
+                cohort,
+                bucket,
+                piece,
+                begin - first,
+                end - first,
+                begin - owner * chunk,
+            )
+
+
+def packed_bytes(cuts: Cuts, transfer: Transfer, dtype: torch.dtype) -> int:
+    """Bytes of a transfer that its owner cannot hand over from where they are, each aligned to 16."""
+    item = cuts.item(transfer.cohort, transfer.piece)
+    if transfer.owner == transfer.sender or cuts.in_place(transfer.cohort, item, dtype):
+        return 0
+    rows = transfer.piece.last - transfer.piece.first
+    size = transfer.piece.num_bytes // rows * (transfer.last - transfer.first)
+    return -(-size // 16) * 16
+
+
+ROUTE_KEYS = ("gpu_uuids", "tp_degree")
+"""What /bridge/info says that a route depends on."""
+
+
+def route_to(info: Mapping[str, Any], gpus: Sequence[str]) -> Route:
+    """How weights travel to a server.
+
+    Args:
+        info: its /bridge/info, or the ROUTE_KEYS of it; `gpu_uuids` are of its ranks, replica by
+            replica, empty on a CPU.
+        gpus: UUID of the GPU that each of this process's ranks sends from; empty on a CPU.
+    """
+    uuids, ranks = info["gpu_uuids"], int(info["tp_degree"])
+    if not all(uuids) or not all(gpus):
+        return Route.GLOO
+    plan = SendPlan(len(gpus), ranks)
+    on_one = any(
+        uuid in {gpus[sender] for sender in plan.senders(n % ranks)} for n, uuid in enumerate(uuids)
+    )
+    return Route.CUDA_IPC if on_one else Route.NCCL
+
+
+def sent_together(
+    servers: Sequence[tuple[Hashable, Route, Sequence[str]]],
+) -> list[tuple[int, list[int]]]:
+    """Which servers are sent to at the same time: for each group how many of its kind come before
+    it, and places in `servers`.
+
+    NCCL connects no two receivers on one GPU, so servers that share one come into different groups;
+    by the other routes they may come into one.
+
+    Args:
+        servers: of each its kind, which all members of a group share, its route, and the UUIDs of
+            its ranks' GPUs.
+    """
+    groups: list[tuple[Hashable, set[str], list[int]]] = []
+    for place, (kind, route, uuids) in enumerate(servers):
+        own = set(uuids) if route is Route.NCCL else set()
+        for of, taken, places in groups:
+            if of == kind and not taken & own:
+                taken |= own
+                places.append(place)
+                break
+        else:
+            groups.append((kind, own, [place]))
+    before = Counter[Hashable]()
+    found = []
+    for kind, _, places in groups:
+        found.append((before[kind], places))
+        before[kind] += 1
+    return found
+
+
+def distinct_layouts(servers: Iterable[Sequence[Manifest]]) -> tuple[tuple[Manifest, ...], ...]:
+    """The manifests of the ranks of each kind of server among these; servers of one kind get the
+    same bytes.
+    """
+    return tuple(
+        {tuple(m.digest() for m in ranks): tuple(ranks) for ranks in servers if ranks}.values()
+    )
+
+
+@dataclass(frozen=True)
+class BufferBytes:
+    """What a trainer rank keeps to send from: two buffers for buckets, and one for rows that it
+    hands to other ranks.
+    """
+
+    bucket: int
+    handed: int
+
+    @property
+    def total(self) -> int:
+        return 2 * self.bucket + self.handed
+
+
+@lru_cache(maxsize=64)
+def buffer_bytes(
+    manifests: tuple[Manifest, ...],
+    world_size: int,
+    dtype: torch.dtype,
+    packs: bool,
+    limit: int = BUCKET_BYTES,
+) -> BufferBytes:
+    """The greatest buffers that a trainer rank needs to send to servers of one layout; every rank
+    makes these.
+
+    Args:
+        manifests: by vLLM rank.
+        world_size: trainer ranks; several are FSDP2's.
+        dtype: of the trainer's parameters.
+        packs: a bucket is packed whole, since it goes in one piece. NCCL sends each of its pieces
+            from where it is.
+        limit: bytes of a bucket.
+    """
+    cuts, plan = Cuts.of(manifests, limit), SendPlan(world_size, len(manifests))
+    packs_all = packs or world_size > 1
+    every = ((r, b) for r, found in enumerate(cuts.buckets) for b in range(len(found)))
+    largest = max((bucket_bytes(cuts, r, b, dtype, packs_all) for r, b in every), default=0)
+    handed = 0
+    if world_size > 1:
+        for steps in steps_of(plan, cuts, dtype):
+            for step in steps:
+                packed = [0] * world_size
+                for transfer in step:
+                    packed[transfer.owner] += packed_bytes(cuts, transfer, dtype)
+                handed = max(handed, *packed)
+    return BufferBytes(largest, handed)
+
+
+def bucket_bytes(cuts: Cuts, cohort: int, bucket: int, dtype: torch.dtype, packs_all: bool) -> int:
+    """Bytes of a buffer for a bucket, of which only what cannot be sent from where it is is packed,
+    or all of it.
+    """
+    one = cuts.buckets[cohort][bucket]
+    if packs_all or any(
+        not cuts.in_place(cohort, cuts.item(cohort, piece), dtype) for piece in one.pieces
+    ):
+        return one.num_bytes
+    return 0
+
+
+_ASK_SECONDS = 0.1
+_LOOK_SECONDS = 0.02
+
+
+class CohortError(BridgeError):
+    """The cohorts could not be formed; every rank raises the same.
+
+    Attributes:
+        missing: receivers that did not come, from 1; empty if it failed for another reason.
+    """
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = list(missing)
+
+
+class LossWatch:
+    """Whether what is under way still has a purpose: rank 0 asks, in a thread, and tells the others
+    through the store.
+
+    Waits in a lane, where no rank hears another, end by it.
+    """
+
+    def __init__(self, ranks: Ranks, store: dist.Store, key: str, lost: Callable[[], str]) -> None:
+        """
+        Args:
+            store: the one that the trainer's rank 0 hosts.
+            key: that nothing else is known by there.
+            lost: asked on rank 0, by a thread of its own: why it has none, or an empty string.
+        """
+        self._ranks, self._store, self._key, self._lost = ranks, store, key, lost
+        self._reason = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="loss watch", daemon=True)
+
+    def reason(self) -> str:
+        """Why everything is to be broken off; empty as long as nothing is."""
+        return self._reason
+
+    def __enter__(self) -> LossWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_ASK_SECONDS):
+            try:
+                if not self._ranks.is_main:
+                    if self._store.check([self._key]):
+                        self._reason = self._store.get(self._key).decode()
+                elif reason := self._lost():
+                    self._reason = reason
+                    self._store.set(self._key, reason)
+            except Exception as error:  # noqa: BLE001 - must not end without a word
+                if self._ended.is_set():
+                    return
+                self._reason = (
+                    f"whether the update goes on cannot be asked any more: {first_line(error)}"
+                )
+            if self._reason:
+                return
+
+
+class Cohort:
+    """This process's lanes to the receivers of one layout, and what is needed to leave them
+    together.
+
+    A cohort that is closed can be formed anew under another key, with other members. Collective but
+    for `close`.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        plan: SendPlan,
+        device: torch.device,
+        timeout: float,
+        memory: SendMemory | None = None,
+    ) -> None:
+        """
+        Args:
+            timeout: seconds that a transfer may take.
+            memory: that this process sends from, where receivers may read it.
+        """
+        self.ranks, self.plan, self.timeout = ranks, plan, timeout
+        self.key = ""
+        self._device, self._memory = device, memory
+        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._store: dist.Store | None = None
+        self._watched = 0
+
+    @property
+    def formed(self) -> bool:
+        """Whether there are lanes to send over."""
+        return self._store is not None
+
+    def form(
+        self,
+        meeting: Meeting,
+        key: str,
+        members: int,
+        route: Route,
+        store: dist.Store,
+        seconds: float,
+        lost: Callable[[], str],
+    ) -> None:
+        """Wait for the receivers, which have been told the same, and form the lanes.
+
+        Args:
+            meeting: the store, as the receivers reach it.
+            key: that no forming before has had.
+            members: receivers of each cohort.
+            route: how the weights travel.
+            store: the same, of which rank 0 is the host.
+            seconds: for the receivers to come, and again for the lanes to be formed.
+            lost: asked on rank 0 by a thread: why nothing can come of it, or an empty string.
+
+        Raises:
+            CohortError: it did not work; those who came have been told so. The cohort is closed.
+        """
+        self.close()
+        own = self.plan.own_lanes(self.ranks.rank)
+        places = [
+            lane_places(meeting, key, r, [lane], SENDER, members, route)[0] for r, lane in own
+        ]
+        for place in places:
+            store.set(place.offer, self._memory.offer if self._memory is not None else "")
+        with LossWatch(self.ranks, store, f"lockstep/{key}/forming", lost) as watch:
+            missing, why = self._wait_for_all(places, seconds, watch)
+            told = self._agree([missing, why])
+            absent = sorted({member for row, _ in told for member in row})
+            reason = next((error for _, error in told if error), "")
+            if absent or reason:
+                shown = ", ".join(str(member - 1) for member in absent)
+                reason = (
+                    reason
+                    or f"receiver(s) {shown} of {members} (numbered from 0) did not come within {seconds:g} s"
+                )
+                self._say(store, places, f"off: {reason}")
+                raise CohortError(f"the cohorts {key} were not formed: {reason}", absent)
+            for place in places:
+                near = [
+                    m for m in range(1, place.size) if store.get(place.here(m)) == NEAR.encode()
+                ]
+                self._say(store, [place], " ".join(map(str, [GO, *near])))
+            lanes, why = self._form_lanes(places, seconds, watch)
+            reason = next((error for _, error in self._agree([[], why]) if error), "")
+            if reason:
+                close_lanes(lanes)
+                raise CohortError(f"the cohorts {key} were not formed: {reason}")
+        self._lanes = dict(zip(own, lanes, strict=True))
+        self._store, self.key = store, key
+
+    def lane(self, cohort: int, bucket: int) -> Lane:
+        """The lane of this process that a bucket goes over."""
+        return self._lanes[cohort, bucket % self.plan.lanes]
+
+    @property
+    def own_lanes(self) -> list[Lane]:
+        """All lanes of this process."""
+        return list(self._lanes.values())
+
+    def watch(self, lost: Callable[[], str]) -> LossWatch:
+        """A watch over the transfer that begins now."""
+        assert self._store is not None
+        self._watched += 1
+        return LossWatch(
+            self.ranks, self._store, f"lockstep/{self.key}/transfer{self._watched}", lost
+        )
+
+    def close(self) -> None:
+        """Leave the lanes, and break off what is in flight. Safe to call twice."""
+        close_lanes(self._lanes.values())
+        self._lanes, self._store = {}, None
+
+    def _wait_for_all(
+        self, places: Sequence[LanePlace], seconds: float, watch: LossWatch
+    ) -> tuple[list[int], str]:
+        """The receivers that have not come in time, and another reason to give up."""
+        if not places:
+            return [], ""
+        deadline = time.monotonic() + seconds
+        try:
+            store = connect_store(places[0].meeting, f"trainer rank {self.ranks.rank}", seconds)
+            keys = {
+                place.here(member): member for place in places for member in range(1, place.size)
+            }
+            while not store.check(list(keys)):
+                if watch.reason() or time.monotonic() > deadline:
+                    return sorted(
+                        {member for key, member in keys.items() if not store.check([key])}
+                    ), watch.reason()
+                time.sleep(_LOOK_SECONDS)
+            return [], watch.reason()
+        except (RendezvousError, RuntimeError) as error:
+            return [], f"trainer rank {self.ranks.rank}: {first_line(error)}"
+
+    def _form_lanes(
+        self, places: Sequence[LanePlace], seconds: float, watch: LossWatch
+    ) -> tuple[list[Lane], str]:
+        who = f"trainer rank {self.ranks.rank}"
+        try:
+            return form_lanes(
+                places, self._device, self.timeout, seconds, watch.reason, who, self._memory
+            ), ""
+        except RendezvousError as error:
+            return [], str(error)
+
+    def _agree(self, mine: Any) -> list[Any]:
+        return self.ranks.gather(mine, "forming the cohorts")
+
+    @staticmethod
+    def _say(store: dist.Store, places: Sequence[LanePlace], word: str) -> None:
+        for place in places:
+            store.set(place.word, word)
 
 
 @dataclass(frozen=True)

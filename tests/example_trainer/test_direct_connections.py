@@ -192,7 +192,7 @@ def test_the_vllm_server_has_one_client() -> None:
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).rpartition(".")[2] == "direct_client"
     ]
-    asks_the_service = ["batch/evaluations.py", "weight_bridge/fleet_keeper.py"]
+    asks_the_service = ["batch/evaluations.py", "weight_bridge/service_board.py"]
     assert sorted(map(str, makers)) == sorted([*asks_the_service, "vllm_client.py"])
 
 

@@ -24,9 +24,9 @@ from bench.gpu.trainer import BenchTrainer, main
 from example_trainer.errors import BridgeError
 from example_trainer.models.decoder import Decoder
 from example_trainer.weight_bridge.broadcast import BroadcastBridge, Line
-from example_trainer.weight_bridge.cohorts import Cohort
 from example_trainer.weight_bridge.server import BridgeServer, check_layout, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+from example_trainer.weight_bridge.stream import Cohort
 from vllm_patching.weights.families import Geometry
 
 RESTART_SECONDS = 240.0

@@ -31,9 +31,7 @@ from example_trainer.training.memory_items import (
 )
 from example_trainer.training.memory_plan import plan_memory
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
-from example_trainer.weight_bridge.cohorts import Cohort
-from example_trainer.weight_bridge.send_plan import SendPlan
-from example_trainer.weight_bridge.stream import WeightStream
+from example_trainer.weight_bridge.stream import Cohort, SendPlan, WeightStream
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.lane import SENDER, Lane, LanePlace, lane_places, nobody_lost

@@ -36,7 +36,7 @@ import logging, os, sys, time
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 logging.getLogger("httpx").setLevel(logging.WARNING)
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
-from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
+from example_trainer.weight_bridge.service_board import ServiceBoard
 from example_trainer.weight_bridge.server import BridgeServer
 from tests.fleet_server import tiny_model
 service, os.environ["MASTER_PORT"], *ports = sys.argv[1:]

@@ -24,8 +24,7 @@ from example_trainer.process import StopSignal
 from example_trainer.training.memory_items import MemoryRequest, send_buffer_bytes
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.step import BatchGradients, make_objective
-from example_trainer.weight_bridge.send_plan import SendPlan
-from example_trainer.weight_bridge.stream import WeightStream
+from example_trainer.weight_bridge.stream import SendPlan, WeightStream
 from tests.example_trainer.parallel.spread_cases import SEQ_LEN, TOKENS, make_batch
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.protocol.messages import Route

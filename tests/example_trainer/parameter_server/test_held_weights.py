@@ -18,7 +18,7 @@ from example_trainer.parameter_server.held import HeldCopy, HeldWeights, held_ma
 from example_trainer.parameter_server.options import ParameterServerOptions, Share
 from example_trainer.parameter_server.receiving import ReceivingServer
 from example_trainer.process import StopSignal
-from example_trainer.weight_bridge.parameter_server import require_fresh_enough
+from example_trainer.weight_bridge.broadcast import require_fresh_enough
 from tests.fleet_server import CONFIG
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.server.access import Door

@@ -20,7 +20,7 @@ import torch
 
 from example_trainer.errors import BridgeError
 from example_trainer.parameter_server.held import held_manifest
-from example_trainer.weight_bridge.parameter_server import ParameterServerBridge
+from example_trainer.weight_bridge.broadcast import ParameterServerBridge
 from example_trainer.weight_bridge.server import ParameterServer
 from example_trainer.weight_bridge.stream import WeightStream
 from tests.fleet_server import CONFIG, tiny_model

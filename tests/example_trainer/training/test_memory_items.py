@@ -28,8 +28,7 @@ from example_trainer.training.memory_plan import (
     plan_memory,
 )
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.weight_bridge.send_plan import HANDED_BYTES, Cuts, SendPlan
-from example_trainer.weight_bridge.stream import WeightStream
+from example_trainer.weight_bridge.stream import HANDED_BYTES, Cuts, SendPlan, WeightStream
 from tests.example_trainer.training.memory_cases import geometry, qwen_14b, request
 from vllm_patching.protocol.manifest import BUCKET_BYTES, Manifest, ManifestEntry
 from vllm_patching.protocol.messages import Route

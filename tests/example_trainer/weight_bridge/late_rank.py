@@ -24,9 +24,8 @@ from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.weight_bridge import broadcast
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
-from example_trainer.weight_bridge.cohorts import Cohort
 from example_trainer.weight_bridge.server import BridgeServer
-from example_trainer.weight_bridge.stream import WeightStream
+from example_trainer.weight_bridge.stream import Cohort, WeightStream
 from tests.example_trainer.weight_bridge.cohort_world import BUCKET_BYTES, GEOMETRY, SECONDS
 from vllm_patching.transport.lane import Lane
 

@@ -19,9 +19,7 @@ import torch
 from example_trainer.errors import BridgeError
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
-from example_trainer.weight_bridge.cohorts import Cohort, CohortError
-from example_trainer.weight_bridge.send_plan import SendPlan
-from example_trainer.weight_bridge.stream import WeightStream
+from example_trainer.weight_bridge.stream import Cohort, CohortError, SendPlan, WeightStream
 from tests.example_trainer.weight_bridge.cohort_world import (
     BUCKET_BYTES,
     GEOMETRY,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.weight_bridge.diagnosis import Evidence, Loss, Progress, Reason, diagnose
+from example_trainer.weight_bridge.fleet import Evidence, Loss, Progress, Reason, diagnose
 
 PATIENCE = 10.0
 BROKEN = st.sampled_from(

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from example_trainer.weight_bridge import asking
+from example_trainer.weight_bridge import fleet_updates
 from example_trainer.weight_bridge.fleet import (
     LONGEST_PAUSE_SECONDS,
     Fleet,
@@ -272,7 +272,7 @@ def test_no_server_is_blamed_for_the_time_in_which_the_trainer_was_stopped(
     def clock() -> float:
         return time.perf_counter() + stopped
 
-    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(fleet_updates, "time", SimpleNamespace(monotonic=clock))
 
     def answer() -> str:
         nonlocal stopped
@@ -281,5 +281,5 @@ def test_no_server_is_blamed_for_the_time_in_which_the_trainer_was_stopped(
         return "here"
 
     threading.Timer(0.5, passed.set).start()
-    answers = asking.at_once({URLS[0]: lambda: "here", URLS[1]: answer}, LIMIT, PATIENCE)
+    answers = fleet_updates.at_once({URLS[0]: lambda: "here", URLS[1]: answer}, LIMIT, PATIENCE)
     assert (answers.failed, len(answers.ok)) == ({}, 2)

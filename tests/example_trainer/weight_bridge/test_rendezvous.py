@@ -10,7 +10,7 @@ import pytest
 
 from example_trainer.errors import BridgeError
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.rendezvous import Rendezvous
+from example_trainer.weight_bridge.stream import Rendezvous
 from tests.listening import listeners
 from vllm_patching.transport import addresses
 from vllm_patching.transport.rendezvous import KeyedStore, Meeting

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from example_trainer.weight_bridge.send_plan import (
+from example_trainer.weight_bridge.stream import (
     Cuts,
     SendPlan,
     buffer_bytes,

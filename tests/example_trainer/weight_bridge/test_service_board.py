@@ -16,7 +16,8 @@ from example_trainer.errors import BridgeError
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.fleet import Fleet
-from example_trainer.weight_bridge.fleet_keeper import FleetKeeper, ServiceBoard
+from example_trainer.weight_bridge.fleet_updates import FleetKeeper
+from example_trainer.weight_bridge.service_board import ServiceBoard
 
 TAKEN = (200, {"status": "success", "wanted": ["http://d:9001"], "left": []})
 

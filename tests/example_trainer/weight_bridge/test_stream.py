@@ -20,9 +20,7 @@ import torch
 from example_trainer.errors import BridgeError
 from example_trainer.models import Decoder
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.cohorts import Cohort, CohortError
-from example_trainer.weight_bridge.send_plan import SendPlan
-from example_trainer.weight_bridge.stream import WeightStream
+from example_trainer.weight_bridge.stream import Cohort, CohortError, SendPlan, WeightStream
 from tests.conftest import Processes
 from tests.example_trainer.weight_bridge.cohort_world import (
     BUCKET_BYTES,
