@@ -35,7 +35,7 @@ import time
 import traceback
 import types
 from contextlib import nullcontext
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -298,7 +298,8 @@ def _be_server(told: dict[str, Any]) -> None:
     if bucket := told.get("bucket"):
         from vllm_patching.worker import receiving
 
-        receiving.WeightUpdater = partial(receiving.WeightUpdater, bucket_bytes=bucket)  # type: ignore[assignment,misc]
+        updater = receiving.WeightUpdater
+        updater.__init__ = partialmethod(updater.__init__, bucket_bytes=bucket)  # type: ignore[assignment]
     chosen = {key: told[key] for key in ("address", "device", "dtype") if key in told}
     trip = Trip() if told.get("traced") else None
     with trip.traced() if trip is not None else nullcontext():
@@ -357,7 +358,7 @@ def main() -> None:
     )  # while it waits for a child it does not hear that stdin has ended
     _stand_in_for_vllm()
     # Imported once, before the servers part; what they would import as they serve, too.
-    for module in ("server.controller", "server.routes", "worker.extension", "worker.updater"):
+    for module in ("server.bridge", "server.routes", "worker.extension", "worker.receiving"):
         importlib.import_module(f"vllm_patching.{module}")
     for module in (
         "pydantic.v1",

@@ -13,7 +13,7 @@ from bench.weight_trips import weight_trips
 
 MAX_FILES = {"post_group": 10, "get_batch": 10}
 MAX_TRAINER_FILES = 56
-MAX_WEIGHT_FILES = {"weight_update": 50, "dying_server": 31}
+MAX_WEIGHT_FILES = {"weight_update": 26, "dying_server": 17}
 
 
 async def test_a_group_passes_through_few_files_of_the_service(tmp_path: Path) -> None:
