@@ -12,6 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACED = ("atroposlib", "environments", "example_trainer", "vllm_patching")
+IMPORT_HOOK = ROOT / "atroposlib" / "compat" / "old_paths.py"
+"""Every import of any package calls it, also in the libraries that a trip uses."""
 
 
 class Trip:
@@ -35,6 +37,8 @@ class Trip:
             return
         path = Path(frame.f_code.co_filename)
         if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in TRACED:
+            return
+        if path == IMPORT_HOOK:
             return
         name, thread = str(path.relative_to(ROOT)), threading.get_ident()
         with self._lock:
