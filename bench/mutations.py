@@ -44,7 +44,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/atroposlib/service/test_stateful.py",
     ),
     "atroposlib/wire.py": (),
-    "atroposlib/utils/thinking.py": (),
+    "atroposlib/inference/responses.py": (),
     "environments/arithmetic_problems.py": (),
     "example_trainer/algorithm/advantages.py": (),
     "example_trainer/batch/packing.py": (),

@@ -18,7 +18,7 @@ from pydantic import Field, field_validator
 from atroposlib.envs.base import EvalHandlingEnum
 from atroposlib.envs.graded import Grade
 from atroposlib.envs.multi_turn import Conversation, MultiTurnConfig, MultiTurnEnv
-from atroposlib.inference.tool_calls import TaggedFormat
+from atroposlib.inference.responses import TaggedFormat
 from environments.arithmetic_problems import MAX_HELD_OUT, checked_levels, read_levels
 from environments.calculator_problems import (
     CALL_END,

@@ -31,13 +31,11 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response
 from atroposlib.errors import InferenceUnavailable, RolloutFailure, UsageError
-from atroposlib.inference.client import MODEL_NOT_NAMED
-from atroposlib.inference.openai_client import OpenAIServer
-from atroposlib.inference.pool import describe, status_of
+from atroposlib.inference.chat_template import ControlTokens, harmless
+from atroposlib.inference.client import MODEL_NOT_NAMED, OpenAIServer, describe, status_of
+from atroposlib.inference.responses import answer_part
 from atroposlib.type_definitions import Message
-from atroposlib.utils.control_tokens import ControlTokens, harmless
 from atroposlib.utils.data_files import read_model, train_and_test
-from atroposlib.utils.thinking import answer_part
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.keys import given_or_variable
 from environments.common import RowsEnv

@@ -35,7 +35,7 @@ from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.graded import Attempt, group_of
 from atroposlib.errors import EnvironmentFailure, NoRoom, RolloutFailure, UsageError
 from atroposlib.inference.managed_client import ManagedTransport, managed_client
-from atroposlib.inference.sequence_tracker import SequenceNode
+from atroposlib.inference.managed_server import SequenceNode
 from atroposlib.wire import PROMPT_MASK, ScoredDataGroup
 from environments.common import NumberedItems
 

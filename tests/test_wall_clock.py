@@ -29,7 +29,7 @@ ALLOWED = {
     "atroposlib/compat/evaluation.py": SHOWN,
     "atroposlib/inference/managed_server.py": ANSWER,
     "atroposlib/inference/proxy.py": SHOWN,
-    "atroposlib/inference/trl_vllm_server.py": ANSWER,
+    "atroposlib/inference/client.py": ANSWER,
     "atroposlib/dashboard/live/servers.py": SHOWN,
     "atroposlib/dashboard/live/monitor.py": SHOWN,
     "atroposlib/dashboard/rollouts/recorder.py": SHOWN,

@@ -292,7 +292,7 @@ def collect(options: Options, name: str, select: Select[Options]) -> None:
     tokenizer = None
     if options.tokenizer is not None and not options.save_messages:
         # Its import takes seconds, which --save-messages does without.
-        from atroposlib.inference.tokenizers import load_tokenizer
+        from atroposlib.inference.chat_template import load_tokenizer
 
         tokenizer = load_tokenizer(options.tokenizer)
     file = RowsFile(options.filepath, options.resume or options.append_to_previous)

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from atroposlib.compat.tokenize_for_trainer import UNMASKED_ROLES, tokenize_for_trainer
-from atroposlib.utils.thinking import read_reasoning
+from atroposlib.inference.responses import read_reasoning
 from atroposlib.wire import ScoredDataGroup
 
 logger = logging.getLogger(__name__)

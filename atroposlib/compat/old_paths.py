@@ -14,9 +14,11 @@ PUBLIC_PATHS = {
     "atroposlib.envs.reward_fns": "atroposlib.compat.reward_fns",
     "atroposlib.envs.teacher_distillation_env": "atroposlib.compat.teacher_distillation_env",
     "atroposlib.envs.server_handling.managed_server_proxy": "atroposlib.inference.proxy",
-    "atroposlib.envs.server_handling.openai_server": "atroposlib.inference.openai_client",
+    "atroposlib.envs.server_handling.openai_server": "atroposlib.inference.client",
     "atroposlib.envs.server_handling.server_baseline": "atroposlib.inference.client",
-    "atroposlib.envs.server_handling.tool_call_translator": "atroposlib.inference.tool_calls",
+    "atroposlib.envs.server_handling.server_harness": "atroposlib.inference.server_manager",
+    "atroposlib.envs.server_handling.tool_call_translator": "atroposlib.inference.responses",
+    "atroposlib.envs.server_handling.trl_vllm_server": "atroposlib.inference.client",
     "atroposlib.envs.server_handling": "atroposlib.inference",
     "atroposlib.frontend": "atroposlib.compat",
     "atroposlib.utils.advantages": "atroposlib.compat.advantages",
@@ -24,14 +26,17 @@ PUBLIC_PATHS = {
     "atroposlib.utils.io": "atroposlib.compat.io",
     "atroposlib.utils.message_history_utils": "atroposlib.compat.message_history_utils",
     "atroposlib.utils.tokenize_for_trainer": "atroposlib.compat.tokenize_for_trainer",
-    "atroposlib.utils.tool_call_parser": "atroposlib.inference.tool_calls",
+    "atroposlib.utils.tool_call_parser": "atroposlib.inference.responses",
 }
 """Path in the public SDK -> ours."""
 FORMER_PATHS = {
     "atroposlib.envs.rewards": "atroposlib.compat.reward_fns",
-    "atroposlib.envs.tool_formats": "atroposlib.inference.tool_calls",
-    "atroposlib.inference.openai_server": "atroposlib.inference.openai_client",
+    "atroposlib.envs.tool_formats": "atroposlib.inference.responses",
+    "atroposlib.inference.openai_server": "atroposlib.inference.client",
+    "atroposlib.inference.sequence_tracker": "atroposlib.inference.managed_server",
     "atroposlib.inference.server_baseline": "atroposlib.inference.client",
+    "atroposlib.inference.tool_calls": "atroposlib.inference.responses",
+    "atroposlib.utils.thinking": "atroposlib.inference.responses",
 }
 """Path that this project's own pages named before the modules moved -> the present one."""
 OLD_PATHS = PUBLIC_PATHS | FORMER_PATHS
@@ -43,7 +48,7 @@ def new_path(name: str) -> str | None:
     """Where the module of an old path is now; None for a path that is none of the old ones.
 
     >>> new_path("atroposlib.envs.server_handling.openai_server"), new_path("atroposlib.compat.evaluation")
-    ('atroposlib.inference.openai_client', None)
+    ('atroposlib.inference.client', None)
     """
     for old, new in OLD_PATHS.items():
         if name == old or name.startswith(f"{old}."):

@@ -19,9 +19,9 @@ from pydantic import Field
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.runner.state import as_list
 from atroposlib.errors import UsageError
+from atroposlib.inference.chat_template import first_difference, load_tokenizer
 from atroposlib.inference.client import MODEL_NOT_NAMED, APIServerConfig, ServerBaseline
 from atroposlib.inference.server_manager import ServerManager
-from atroposlib.inference.tokenizers import first_difference, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any
 
+from atroposlib.inference.chat_template import ControlTokens, render_messages
 from atroposlib.type_definitions import Message
-from atroposlib.utils.control_tokens import ControlTokens, render_messages
 from atroposlib.wire import PROMPT_MASK
 
 UNMASKED_ROLES = ["assistant", "agent"]

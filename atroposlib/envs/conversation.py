@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from atroposlib.inference.tool_calls import Call
-from atroposlib.utils.thinking import known_calls, read_reasoning
+from atroposlib.inference.responses import Call, known_calls, read_reasoning
 from atroposlib.wire import plain_score
 
 Ending = Literal["done", "max_turns", "max_tokens", "answer_cut"]
@@ -20,7 +19,7 @@ class Turn:
         text: what it wrote, without special tokens.
         num_tokens: sampled tokens, the end token included.
         finished: it ended by itself rather than by a limit.
-        opened: the tags that its prompt opened, such as `<think>`; see `atroposlib.utils.thinking`.
+        opened: the tags that its prompt opened, such as `<think>`; see `atroposlib.inference.responses`.
         calls: of tools, in their order, with their answers.
         reward: that `step` gave for it.
         spans: first, and one past the last character of each call. Tags inside of a call are text.

@@ -23,7 +23,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.curriculum import Curriculum, item_key
 from atroposlib.envs.runner.state import label_of
 from atroposlib.inference.generation import Weights
-from atroposlib.inference.sequence_tracker import SequenceNode, sequence_fields
+from atroposlib.inference.managed_server import SequenceNode, sequence_fields
 from atroposlib.type_definitions import Item
 from atroposlib.wire import ScoredDataGroup, plain_score, teaches_nothing
 

@@ -20,11 +20,9 @@ from atroposlib.envs.graded import Attempt, Grade, GradedEnv, group_of
 from atroposlib.envs.tools import Toolbox
 from atroposlib.envs.turn_rewards import sampled_runs, spread_over_tokens, turn_advantages
 from atroposlib.errors import NoRoom
-from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.sequence_tracker import SequenceNode
-from atroposlib.inference.tool_calls import HermesFormat, ToolFormat
+from atroposlib.inference.managed_server import ManagedServer, SequenceNode
+from atroposlib.inference.responses import HermesFormat, ToolFormat, whole_response
 from atroposlib.type_definitions import Item
-from atroposlib.utils.thinking import whole_response
 from atroposlib.utils.waiting import gather_or_cancel
 from atroposlib.wire import ScoredDataGroup
 

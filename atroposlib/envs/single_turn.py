@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.envs.graded import Attempt, Grade, GradedEnv, group_of
-from atroposlib.inference.sequence_tracker import SequenceNode
+from atroposlib.inference.managed_server import SequenceNode
+from atroposlib.inference.responses import answer_part, whole_response
 from atroposlib.type_definitions import Item, Message
-from atroposlib.utils.thinking import answer_part, whole_response
 from atroposlib.wire import PROMPT_MASK, ScoredDataGroup
 
 __all__ = ["Grade", "Response", "SingleTurnEnv", "as_response"]
@@ -25,7 +25,7 @@ class Response:
         text: what it wrote, without special tokens.
         num_tokens: sampled tokens, the end token included.
         finished: it ended by itself rather than by the limit on its length.
-        opened: what the prompt opened, such as `<think>`; see `atroposlib.utils.thinking`.
+        opened: what the prompt opened, such as `<think>`; see `atroposlib.inference.responses`.
     """
 
     text: str

@@ -31,7 +31,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
-from atroposlib.inference.tool_calls import Call, Problem
+from atroposlib.inference.responses import Call, Problem
 from atroposlib.utils.jsonl import as_plain
 
 logger = logging.getLogger(__name__)

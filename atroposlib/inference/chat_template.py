@@ -1,27 +1,489 @@
-"""Prompts of conversations under a tokenizer's chat template.
+"""Prompts: from messages to token ids, under a tokenizer and its chat template.
 
 Templates rewrite the answers of earlier turns: they remove reasoning, trim white space, write calls
 of tools in their own way, or put an empty block of reasoning in front. So the template renders a
 stand-in in place of the answer, and only the text around it is used.
 
-Rendered text holds the marks of `control_tokens.GUARD`: special tokens that messages spell out stay
-text.
+A template's own special tokens are control tokens: they end turns and name roles. The same
+characters in a question, an answer or a tool's output are text. So rendered text holds marks
+(`GUARD`) in special tokens that messages spell out, and `ControlTokens.encode` tokenises marked
+text without looking for special tokens.
+
+- `checked_messages` brings the messages of a request into one form.
+- `load_tokenizer`, `encode_plain` and `encode_rendered` load a tokenizer and turn text into ids.
+- `ChatTemplate` renders a conversation, `Continuation` encodes what follows sampled tokens.
 """
 
 import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from atroposlib.errors import EnvironmentFailure
-from atroposlib.inference.tool_calls import CallFormat, ToolCallTranslator, as_dict, decoded
-from atroposlib.utils.control_tokens import ControlTokens
-from atroposlib.utils.thinking import HARMONY_CHANNEL, TAGS, CallSpans, read_reasoning
+from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, UsageError
+from atroposlib.inference.responses import (
+    HARMONY_CHANNEL,
+    SPECIAL_MARKS,
+    TAGS,
+    CallFormat,
+    CallSpans,
+    ToolCallTranslator,
+    as_dict,
+    decoded,
+    read_reasoning,
+)
+
+GUARD = str(secrets.randbelow(9 * 10**23) + 10**23)
+"""The mark, behind the first character of a spelled-out token. Digits pass through JSON, trimming
+and changes of case."""
+SPELLED = re.compile(
+    r"<(?=[|\uff5c][^<>|\uff5c\s]{1,64}[|\uff5c]>|/?s>|(?:bos|eos|pad|unk|mask|sep|cls)>|(?:start|end|begin)_of_\w{1,32}>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|AVAILABLE_TOOLS|ARGS|CALL_ID|IMG|IMG_BREAK|IMG_END)\])"
+)
+"""The first character of what special tokens of current models look like."""
+OF_CALLS = re.compile("tool|function|python_tag", re.IGNORECASE)
+"""Special tokens that models write around calls of tools."""
+
+
+def plain(text: str) -> str:
+    """Return rendered text without marks."""
+    return text.replace(GUARD, "")
+
+
+def behind(text: str, length: int) -> str:
+    """Return rendered text, marks included, without the beginning that has `length` characters of
+    plain text.
+    """
+    first, *rest = text.split(GUARD)
+    if length <= len(first):
+        return text[length:]
+    place = len(first)
+    for index, part in enumerate(rest):
+        if length < place + len(part):
+            return GUARD.join([part[length - place :], *rest[index + 1 :]])
+        place += len(part)
+    return ""
+
+
+def harmless(text: str, special: Iterable[str] = ()) -> str:
+    """Return text for a server that tokenises by itself: a space keeps spelled-out special tokens
+    from being found.
+
+    Args:
+        text: what a model or a data set wrote.
+        special: further special tokens, if the server's tokenizer is known.
+    """
+    text = SPELLED.sub(lambda token: f"{token[0]} ", text)
+    pattern = _anywhere(special)
+    return pattern.sub(lambda token: f"{token[0]} ", text) if pattern else text
+
+
+class ControlTokens:
+    """The special tokens of a tokenizer, in text that a chat template renders.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer. Without `added_tokens_decoder` it has no special tokens
+            here.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        # A token of one character cannot be broken by a mark behind it.
+        tokens = {
+            token.content: token
+            for token in added.values()
+            if token.special and len(token.content) > 1
+        }
+        self.special = frozenset(tokens)
+        self._spelled = _anywhere(tokens)
+        marks = frozenset(
+            mark for marks in SPECIAL_MARKS if marks <= self.special for mark in marks
+        )
+        self._of_answers = marks | {token for token in tokens if OF_CALLS.search(token)}
+        # Some control tokens take the white space beside them.
+        forms = [
+            (r"\s*" if tokens[text].lstrip else "")
+            + re.escape(text)
+            + (r"\s*" if tokens[text].rstrip else "")
+            for text in sorted(tokens, key=len, reverse=True)
+        ]
+        self._control = re.compile(f"({'|'.join(forms)})") if forms else None
+
+    def guard(self, value: Any, kept: Iterable[str] = ()) -> Any:
+        """Return a text, or a structure of texts, with a mark in every spelled-out special token.
+
+        Args:
+            value: a text, or dicts and lists of texts; anything else stays as it is.
+            kept: special tokens that stay control tokens.
+        """
+        pattern = self._spelled
+        if kept:
+            pattern = _anywhere(self.special - set(kept))
+        if pattern is None:
+            return value
+        return _mapped(value, lambda text: pattern.sub(lambda token: token[0] + GUARD, text))
+
+    def guard_messages(self, messages: Iterable[Any]) -> list[Any]:
+        """Return messages with marks.
+
+        Reasoning and calls of tools in answers keep the special tokens that they are made of.
+        """
+        guarded = []
+        for message in messages:
+            is_answer = isinstance(message, dict) and message.get("role") == "assistant"
+            guarded.append(self.guard(message, self._of_answers if is_answer else ()))
+        return guarded
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of rendered text.
+
+        Only special tokens without a mark become control tokens.
+        """
+        if GUARD not in text or self._control is None:
+            return self._encode_rendered(plain(text))
+        ids: list[int] = []
+        run = ""  # of control tokens, and of text without marks
+        for piece in self._control.split(text):
+            if GUARD not in piece:
+                run += piece
+                continue
+            ids += self._encode_rendered(run)
+            ids += self._encode_text(plain(piece), first=not ids)
+            run = ""
+        return ids + self._encode_rendered(run)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        """Encode text with its special tokens."""
+        if not text:
+            return []
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _encode_text(self, text: str, first: bool) -> list[int]:
+        """Encode text without looking for special tokens."""
+        encode = self.tokenizer.encode
+        ids = list(encode(text, add_special_tokens=False, split_special_tokens=True))
+        if first or text[:1].isspace():
+            return ids
+        # SentencePiece's tokenizers put a space before the first word of all that they encode.
+        behind_break = list(
+            encode(f"\n{text}", add_special_tokens=False, split_special_tokens=True)
+        )
+        lead = list(encode("\n", add_special_tokens=False))
+        rest = behind_break[len(lead) :]
+        added_space = self.tokenizer.decode(ids)[:1].isspace() or len(ids) > len(rest)
+        is_break_apart = behind_break[: len(lead)] == lead
+        if added_space and is_break_apart and self.tokenizer.decode(rest) == text:
+            return rest
+        return ids
+
+
+def render_messages(
+    tokenizer: Any, messages: Iterable[Any], **options: Any
+) -> tuple[str, list[int]]:
+    """Return the text of messages under the chat template, and its ids. Special tokens that
+    messages spell out stay text.
+
+    Args:
+        tokenizer: has the template.
+        messages: as dicts.
+        options: of `apply_chat_template`, such as `add_generation_prompt`.
+    """
+    control = ControlTokens(tokenizer)
+    text = str(
+        tokenizer.apply_chat_template(control.guard_messages(messages), tokenize=False, **options)
+    )
+    return plain(text), control.encode(text)
+
+
+def _anywhere(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern of the first character of every token, also where tokens overlap."""
+    first: dict[str, list[str]] = {}
+    for token in tokens:
+        if len(token) > 1:
+            first.setdefault(token[0], []).append(re.escape(token[1:]))
+    forms = [f"{re.escape(letter)}(?={'|'.join(rests)})" for letter, rests in first.items()]
+    return re.compile("|".join(forms)) if forms else None
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_mapped(key, change): _mapped(entry, change) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(entry, change) for entry in value)
+    return value
+
+
+PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that tokenizer.json describes fully."""
+TEXTS = (
+    "Hello, world! It's 3.14159 and 2,024.",
+    "def f(x):\n\treturn [x ** 2 for x in range(10)]  # \u2713\n\n",
+    "Über naïve cafés, 日本語, 한국어, Русский, عربي, 😀",
+    "\\boxed{42} <think>\n  123 + 456 = 579\n</think>",
+)
+"""Several scripts, numbers, code and white space."""
+SAMPLED_IDS = 512
+IDS_PER_TEXT = 64
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load a tokenizer by name or path.
+
+    Raises:
+        InferenceUnavailable: it cannot be had; says which flag names another.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        if is_plain_tokenizer(Path(name)):
+            return PreTrainedTokenizerFast.from_pretrained(name)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InferenceUnavailable(
+            f"no tokenizer for {name!r}: {reason}; pass a local folder or a model name as --env.tokenizer_name"
+        ) from error
+
+
+def is_plain_tokenizer(folder: Path) -> bool:
+    """Return whether a local tokenizer is fully described by its tokenizer.json, so that its class
+    need not be looked up.
+
+    `AutoTokenizer` imports PyTorch where it is installed: seconds and hundreds of megabytes that an
+    environment has no use for.
+    """
+    try:
+        named = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    except (OSError, ValueError):
+        return False
+    return named in PLAIN_TOKENIZERS and (folder / "tokenizer.json").exists()
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a prompt as a person wrote it: with the start token that the model was trained to see
+    first, exactly once.
+    """
+    tokens = list(tokenizer.encode(text))
+    bos = getattr(tokenizer, "bos_token_id", None)
+    # Text that a chat template made begins with the start token already, and encoding adds it
+    # again.
+    return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+
+
+def encode_rendered(tokenizer: Any, text: str) -> list[int]:
+    """Ids of text that a chat template rendered, marks of `ControlTokens.guard` included, or of
+    what follows other text.
+    """
+    if GUARD in text:
+        return ControlTokens(tokenizer).encode(text)
+    return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+
+class Continuation:
+    """An encoder of text that follows other tokens.
+
+    Some tokenizers put a space before the first word of whatever they encode. So the text is
+    encoded behind the end token, which nothing merges with.
+
+    Attributes:
+        atomic: ids of tokens that no text is merged with, such as those that end a turn.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        end, number = (
+            getattr(tokenizer, "eos_token", None),
+            getattr(tokenizer, "eos_token_id", None),
+        )
+        self.atomic = frozenset([*added, *getattr(tokenizer, "all_special_ids", ()), number])
+        takes_space = number not in added or added[number].rstrip
+        self._end, self._end_id = ("" if takes_space or not isinstance(end, str) else end), number
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of the text alone."""
+        if text and self._end:
+            tokens = encode_rendered(self.tokenizer, self._end + text)
+            if tokens[0] == self._end_id:
+                return tokens[1:]
+        return encode_rendered(self.tokenizer, text)
+
+
+def first_difference(there: Mapping[str, int], here: Mapping[str, int]) -> str | None:
+    """The lowest id that is not the same token in both vocabularies (token -> id), in words; None
+    where there is none.
+    """
+    differing = there.items() ^ here.items()
+    if not differing:
+        return None
+    lowest = min(token_id for _, token_id in differing)
+    theirs, ours = (
+        [token for token, token_id in table.items() if token_id == lowest]
+        for table in (there, here)
+    )
+    return f"id {lowest} is {_named(theirs)} there and {_named(ours)} here ({len(there)} and {len(here)} entries)"
+
+
+def _named(tokens: list[str]) -> str:
+    return " or ".join(sorted(map(repr, tokens))) or "nothing"
+
+
+def probe_texts(tokenizer: Any) -> Iterator[str]:
+    """Texts whose ids tell vocabularies apart: of several kinds, and of tokens from all over the
+    tokenizer's own vocabulary.
+    """
+    yield from TEXTS
+    ids = sorted(tokenizer.get_vocab().values())
+    chosen = (
+        ids[:: max(1, len(ids) // SAMPLED_IDS)] + ids[-IDS_PER_TEXT:]
+    )  # special tokens are the last ones, usually
+    for start in range(0, len(chosen), IDS_PER_TEXT):
+        yield tokenizer.decode(chosen[start : start + IDS_PER_TEXT])
+
+
+def differing_ids(text: str, there: list[int], here: list[int]) -> str | None:
+    """Where two tokenizations of a text part, in words; None if they are the same."""
+    if there == here:
+        return None
+    at = next(
+        (i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b),
+        min(len(there), len(here)),
+    )
+    return f"of {text[:30]!r} token {at} is {_at(there, at)} there and {_at(here, at)} here"
+
+
+def _at(ids: list[int], position: int) -> str:
+    return str(ids[position]) if position < len(ids) else "nothing"
+
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of OpenAI's parts of a content that are text -> the field that holds it."""
+PLAIN_FIELDS = ("reasoning_content", "reasoning", "name", "tool_call_id")
+IMAGES = ("image_url", "input_image", "image")
+
+
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return messages as dicts whose contents are text.
+
+    A list of text parts becomes their text, and a missing content becomes "".
+
+    Args:
+        messages: dicts or OpenAI's models.
+
+    Raises:
+        UsageError: a field has a form that no prompt can hold; the error names the field.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise UsageError(f"messages is {kind(messages)}: give a list of messages")
+    return [_checked(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked(message: Any, where: str) -> dict[str, Any]:
+    fields = _fields(message, where, "an object with role and content")
+    if not isinstance(fields.get("role"), str) or not fields["role"]:
+        raise UsageError(f'{where}.role is {kind(fields.get("role"))}: give a role such as "user"')
+    fields["content"] = content_text(fields.get("content"), f"{where}.content")
+    for name in PLAIN_FIELDS:
+        if not isinstance(fields.get(name), str | None):
+            raise UsageError(f"{where}.{name} is {kind(fields[name])}: give text")
+    if fields.get("tool_calls") is not None:
+        fields["tool_calls"] = _calls(fields["tool_calls"], f"{where}.tool_calls")
+    return fields
+
+
+def _fields(value: Any, where: str, remedy: str) -> dict[str, Any]:
+    """Return the fields of a dict or of one of OpenAI's models.
+
+    Raises:
+        UsageError: the value is neither; the error names the field and the remedy.
+    """
+    if not isinstance(value, Mapping) and not hasattr(value, "model_dump"):
+        raise UsageError(f"{where} is {kind(value)}: give {remedy}")
+    return as_dict(value)
+
+
+def content_text(content: Any, where: str) -> str:
+    """Return the text of a content: a string, a list of OpenAI's parts, or null.
+
+    Args:
+        content: of a message.
+        where: name of the field, for the error.
+
+    Raises:
+        UsageError: it holds something that is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise UsageError(f"{where} is {kind(content)}: give text, a list of text parts, or null")
+    return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    part = _fields(part, where, '{"type": "text", "text": …}')
+    name = part.get("type", "text")
+    if name in IMAGES or any(image in part for image in IMAGES):
+        raise UsageError(f"{where} is an image: prompts are text here; remove it")
+    if not isinstance(name, str) or name not in TEXT_PARTS:
+        raise UsageError(
+            f'{where}.type is {name!r:.40}: prompts are text here; give parts of type "text"'
+        )
+    text = part.get(TEXT_PARTS[name])
+    if not isinstance(text, str):
+        raise UsageError(f"{where}.{TEXT_PARTS[name]} is {kind(text)}: give text")
+    return text
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return calls as dicts. Their arguments may be text that is not JSON."""
+    if not isinstance(calls, list | tuple):
+        raise UsageError(f"{where} is {kind(calls)}: give a list of calls")
+    checked = []
+    for index, call in enumerate(calls):
+        fields = _fields(
+            call, f"{where}[{index}]", "an object with function.name and function.arguments"
+        )
+        function = _fields(
+            fields.get("function"),
+            f"{where}[{index}].function",
+            "an object with name and arguments",
+        )
+        if not isinstance(function.get("name"), str):
+            raise UsageError(
+                f"{where}[{index}].function.name is {kind(function.get('name'))}: give the name of a tool"
+            )
+        checked.append({**fields, "function": function})
+    return checked
+
+
+def kind(value: Any) -> str:
+    """Return the JSON type of a value, for an error."""
+    if value is None:
+        return "missing"
+    if isinstance(value, bool):
+        return "a boolean"
+    names = {
+        str: "text",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        tuple: "a list",
+        dict: "an object",
+    }
+    return names.get(type(value), f"a {type(value).__name__}")
+
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +546,7 @@ class Chat:
     """A request for the next message of a conversation.
 
     Attributes:
-        messages: as dicts whose contents are text; see `atroposlib.inference.messages`.
+        messages: as dicts whose contents are text; see `atroposlib.inference.chat_template`.
         tools: as in a chat request.
         options: further variables of the template, such as `enable_thinking`.
         keys: of the messages.
@@ -136,7 +598,7 @@ def exchange(chat: Chat, message: Any, text: str, opened: str) -> Exchange:
         chat: the request.
         message: the answer as the client gets it.
         text: all of the answer, calls of tools included.
-        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
+        opened: what the prompt opened; see `atroposlib.inference.responses.opened_by`.
     """
     fields = {"tool_calls": None} | as_dict(message)
     parts = read_reasoning(content := (fields.get("content") or ""), opened)
@@ -188,7 +650,7 @@ def require_chat_template(tokenizer: Any) -> None:
 
 
 class ChatTemplate:
-    """A renderer of conversations. Its texts have marks; see `atroposlib.utils.control_tokens`.
+    """A renderer of conversations. Its texts have marks; see `atroposlib.inference.chat_template`.
 
     Args:
         tokenizer: has the template, and a method `apply_chat_template`.
@@ -381,7 +843,7 @@ def completed(message: dict[str, Any], opened: str | None, reader: CallFormat) -
 
     Args:
         message: any; those that are not the assistant's stay as they are.
-        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`. If it is None,
+        opened: what the prompt opened; see `atroposlib.inference.responses.opened_by`. If it is None,
             the prompt is not known, and a closing tag without an opening one shows it.
         reader: of calls of tools, whose tags are text.
     """

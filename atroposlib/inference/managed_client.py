@@ -14,8 +14,8 @@ import httpx
 from openai import AsyncOpenAI
 
 from atroposlib.errors import NoRoom, UsageError
+from atroposlib.inference.client import describe
 from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.pool import describe
 from atroposlib.web.middleware import openai_error
 
 # What a client may send that is about the form of the answer or its billing, not about what is

@@ -4,12 +4,19 @@ sequence kept.
 async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
     answer = await managed.chat_completion(messages=messages, n=8, max_tokens=512, temperature=1.0)
     nodes = managed.get_state()["nodes"]        # one SequenceNode per choice, in order; a later turn takes its place
+
+`SequenceTracker` does the bookkeeping, without I/O. A later turn continues the tokens of an earlier one
+in two cases: its messages begin with the earlier request's messages and answer, or its prompt begins
+with the earlier sequence's text. Then only the text in between is tokenised: tokens that the model
+sampled are kept.
 """
 
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,24 +24,473 @@ from typing import Any, ClassVar
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
+from pydantic import BaseModel
 
 from atroposlib.inference.chat_template import (
     Chat,
     ChatTemplate,
+    Continuation,
     Exchange,
     MessageKey,
+    behind,
+    checked_messages,
     completed,
+    encode_plain,
+    encode_rendered,
     exchange,
+    load_tokenizer,
+    plain,
 )
 from atroposlib.inference.client import MODEL_NOT_NAMED
-from atroposlib.inference.client import APIServer as APIServer
-from atroposlib.inference.generation import Generation
-from atroposlib.inference.messages import checked_messages
-from atroposlib.inference.sampling_record import sampling_of
-from atroposlib.inference.sequence_tracker import Prompt, SequenceNode, SequenceTracker, node_of
-from atroposlib.inference.tokenizers import load_tokenizer
-from atroposlib.inference.tool_calls import ToolCallTranslator
-from atroposlib.utils.thinking import opened_by
+from atroposlib.inference.generation import (
+    Generation,
+    SamplingSpan,
+    Span,
+    Weights,
+    continued,
+    joined,
+    sampling_of,
+    to_wire,
+    weight_fields,
+    weights_of,
+)
+from atroposlib.inference.responses import ToolCallTranslator, opened_by
+from atroposlib.wire import PROMPT_LOGPROB, PROMPT_MASK
+
+
+class SequenceNode(BaseModel):
+    """One sequence, ready to be trained on.
+
+    Attributes:
+        full_text: the prompt's text and what was answered last, without special tokens, which
+            `tokens` hold.
+        tokens: token ids, prompt and completions.
+        masked_tokens: the token id where it was sampled, -100 where it was given.
+        logprobs: logprob where it was sampled, 1.0 where it was given.
+        weight_version: version of the oldest weights that a token was sampled under, if known.
+        weight_epoch: the trainer session that made those weights, if known; see `Weights`.
+        weight_spans: the weights of all its sampled tokens, in their order, if known of every one.
+        sampling: with which parameters its sampled tokens were sampled, in their order, if known of
+            every one.
+        metadata: of the last completion: `finish_reason`, `answer_id`, its `index` among that
+            answer's choices, and `opened`: what its prompt opened, such as `<think>`, if anything;
+            see `atroposlib.inference.responses`.
+    """
+
+    full_text: str
+    tokens: list[int]
+    masked_tokens: list[int]
+    logprobs: list[float]
+    weight_version: int | None = None
+    weight_epoch: int | None = None
+    weight_spans: list[Span] | None = None
+    sampling: list[SamplingSpan] | None = None
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def weights(self) -> Weights | None:
+        """The oldest weights that a token was sampled under, if known."""
+        if self.weight_version is None:
+            return None
+        return Weights(self.weight_epoch or 0, self.weight_version)
+
+
+def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
+    """Return the fields of a group with the weights, sampling parameters and finish reasons of its
+    sequences.
+
+    Args:
+        nodes: one for each sequence of the group, in its order.
+
+    Returns:
+        weights only where they are known of every sequence; of the rest, None for the sequences of
+        which it is not known.
+    """
+    weights = [node.weights for node in nodes if node.weights is not None]
+    fields: dict[str, list[Any]] = {}
+    if len(weights) == len(nodes):
+        fields = weight_fields(weights, [node.weight_spans for node in nodes])
+    sampling = [to_wire(node.sampling) if node.sampling else None for node in nodes]
+    reasons = [(node.metadata or {}).get("finish_reason") for node in nodes]
+    group_fields: dict[str, list[Any]] = {"sampling_params": sampling, "finish_reasons": reasons}
+    fields.update(
+        {
+            name: values
+            for name, values in group_fields.items()
+            if any(value is not None for value in values)
+        }
+    )
+    return fields
+
+
+def node_of(nodes: Iterable[SequenceNode], answer_id: str, index: int) -> SequenceNode:
+    """Return the node that ends with a choice of an answer.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for node in nodes:
+        if node.metadata is not None and (
+            node.metadata.get("answer_id"),
+            node.metadata.get("index"),
+        ) == (answer_id, index):
+            return node
+    raise KeyError(
+        f"no sequence ends with choice {index} of answer {answer_id}: it was continued, or was not made here"
+    )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where one turn of a sequence ended: the sequence up to there can be continued in another way.
+
+    Attributes:
+        text: characters of the sequence's text; see `Kept`.
+        tokens: tokens.
+        weights: the oldest of the sequence up to there; None if not known.
+        spans: of the weights of its sampled tokens up to there; None if not known.
+        sampling: of the parameters that they were sampled with; None where they are not known.
+        order: of the sequence that ended there; see `Kept`.
+        exchange: the request and the answer; None where the prompt was plain text.
+    """
+
+    text: int
+    tokens: int
+    weights: Weights | None
+    spans: list[Span] | None
+    sampling: list[SamplingSpan] | None
+    order: tuple[int, ...]
+    exchange: Exchange | None = None
+
+
+@dataclass
+class Kept:
+    """A sequence that is kept.
+
+    Attributes:
+        node: what the environment gets.
+        text: the prompt's text and the text of all tokens after it, special tokens included: what a
+            prompt that goes on from it begins with.
+        order: sorts the sequences. Of a first turn: (number of its request, number of the
+            completion). A continuation's begins with what it continues, so that it stands where
+            that stood, whichever request was answered first.
+        turns: its ends of turns, the last one its own.
+        claims: requests under way that continue it as it is.
+    """
+
+    node: SequenceNode
+    text: str
+    order: tuple[int, ...]
+    turns: list[Turn]
+    claims: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that is not sent yet.
+
+    Attributes:
+        text: all of it, special tokens included.
+        tokens: their ids.
+        source, turn: see `Request`.
+    """
+
+    text: str
+    tokens: list[int]
+    source: Kept | None = None
+    turn: Turn | None = None
+
+    @property
+    def continued(self) -> int:
+        """Number of sampled turns that the prompt holds token for token."""
+        if self.source is None or self.turn is None:
+            return 0
+        return self.source.turns.index(self.turn) + 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt under way.
+
+    Attributes:
+        number: of the request, in the order in which they were begun.
+        source: the sequence whose tokens it begins with, if it continues one.
+        turn: the turn of that sequence after which it goes on.
+    """
+
+    number: int
+    source: Kept | None = None
+    turn: Turn | None = None
+
+
+class SequenceTracker:
+    """The sequences of one conversation and its branches.
+
+    Args:
+        tokenizer: encodes and decodes; `encode(text)`, `encode(text, add_special_tokens=False)` and
+            `decode(ids)` are used.
+        keep_all: keep every sequence by its text (a tree), instead of replacing a sequence by what
+            continues it.
+    """
+
+    def __init__(self, tokenizer: Any, keep_all: bool = False):
+        self.tokenizer = tokenizer
+        self.keep_all = keep_all
+        self._continuation = Continuation(tokenizer)
+        self._sequences: list[Kept] = []
+        self._begun = 0
+
+    @property
+    def nodes(self) -> list[SequenceNode]:
+        """The sequences, in the order of the requests for their first turns; a continuation in
+        its parent's place.
+        """
+        return [sequence.node for sequence in self._sequences]
+
+    def whole(self, text: str, rendered: bool = True) -> Prompt:
+        """Return the prompt with this text. It continues the longest turn whose text it begins
+        with.
+
+        Args:
+            text: the prompt's, with the marks of `ControlTokens.guard` if a chat template made it.
+            rendered: a chat template made it, so that its special tokens are in the text.
+        """
+        shown = plain(text)
+        source, turn = self._find(shown)
+        if source is None or turn is None:
+            encode = encode_rendered if rendered else encode_plain
+            return Prompt(shown, encode(self.tokenizer, text))
+        following = self._continuation(behind(text, turn.text))
+        return Prompt(shown, source.node.tokens[: turn.tokens] + following, source, turn)
+
+    def after(self, source: Kept, turn: Turn, tail: str) -> Prompt:
+        """Return the prompt that continues a turn.
+
+        Args:
+            source: a sequence.
+            turn: one of its turns.
+            tail: text behind the answer, the end of its turn included. Where the model sampled that
+                end itself, it is not repeated.
+        """
+        tokens, added = source.node.tokens[: turn.tokens], self._continuation(tail)
+        end, stripped = self.end_of(source, turn), tail.lstrip()
+        if end and stripped.startswith(end):
+            # Tokenised with the end, and not behind it: some of these tokens take the white space
+            # that follows them.
+            from_end = encode_rendered(self.tokenizer, stripped)
+            if from_end[:1] == tokens[-1:]:
+                added, tail = from_end[1:], stripped[len(end) :]
+        return Prompt(source.text[: turn.text] + plain(tail), tokens + added, source, turn)
+
+    def end_of(self, source: Kept, turn: Turn) -> str:
+        """Return the text of the token with which the model ended a turn; empty if the answer was
+        cut off.
+        """
+        # An answer without tokens has no end: the token is masked then.
+        last = source.node.masked_tokens[turn.tokens - 1]
+        if last not in self._continuation.atomic:
+            return ""
+        return str(self.tokenizer.decode([last], skip_special_tokens=False))
+
+    def find(self, likeness: Callable[[Exchange], int]) -> tuple[Kept, Turn] | None:
+        """Return the longest turn that a chat continues.
+
+        Args:
+            likeness: of a turn's exchange to the beginning of the chat; 0 where it is not that.
+        """
+        ranked = [
+            (
+                len(turn.exchange.chat.keys),
+                like,
+                turn is sequence.turns[-1],
+                -sequence.claims,
+                sequence,
+                turn,
+            )
+            for sequence in self._sequences
+            for turn in sequence.turns
+            if turn.exchange is not None and (like := likeness(turn.exchange))
+        ]
+        best = max(ranked, key=lambda entry: entry[:4], default=None)
+        return best and best[4:]
+
+    def begin(self, prompt: Prompt) -> Request:
+        """Note that a prompt is sent now. `add` or `abandon` ends the request."""
+        if prompt.source is not None:
+            prompt.source.claims += 1
+        self._begun += 1
+        return Request(self._begun, prompt.source, prompt.turn)
+
+    def abandon(self, request: Request) -> None:
+        """Note that the prompt was not answered."""
+        if request.source is not None:
+            request.source.claims -= 1
+
+    def add(
+        self,
+        text: str,
+        request: Request,
+        generation: Generation,
+        answer_id: str = "",
+        exchanges: Sequence[Exchange] | None = None,
+    ) -> list[SequenceNode]:
+        """Note the completions of a prompt, one sequence each, in their order.
+
+        Args:
+            text: the prompt's, with the marks of `ControlTokens.guard` if a chat template made it.
+            request: see `begin`.
+            generation: the answer.
+            answer_id: comes back in the nodes' metadata.
+            exchanges: one for each completion, where the prompt is a chat.
+
+        Raises:
+            ValueError: a completion's tokens and logprobs do not line up, or its spans do not cover
+                its tokens.
+        """
+        self.abandon(request)
+        source, beginning = request.source, beginning_of(request, generation.prompt_tokens)
+        opened, added = opened_by(text), []
+        for index, spans in enumerate(checked_spans(generation)):
+            node = completed_node(generation, index, beginning, spans)
+            output = generation.output_tokens[index]
+            node.full_text = text + self.tokenizer.decode(output, skip_special_tokens=True)
+            node.metadata = {
+                "finish_reason": generation.finish_reasons[index],
+                "answer_id": answer_id,
+                "index": index,
+                **({"opened": opened} if opened else {}),
+            }
+            whole = text + self.tokenizer.decode(output, skip_special_tokens=False)
+            end = Turn(
+                text=len(whole),
+                tokens=len(node.tokens),
+                weights=node.weights,
+                spans=node.weight_spans,
+                sampling=node.sampling,
+                order=(*(request.turn.order if request.turn else ()), request.number, index),
+                exchange=exchanges[index] if exchanges else None,
+            )
+            added.append(Kept(node, whole, end.order, [*beginning.turns, end]))
+        if source and request.turn is source.turns[-1] and added and not self.keep_all:
+            # Gone already when another branch took its place; both hold its tokens.
+            self._sequences = [sequence for sequence in self._sequences if sequence is not source]
+        for sequence in added:
+            insort(self._sequences, sequence, key=lambda kept: kept.order)
+        return [sequence.node for sequence in added]
+
+    def _find(self, text: str) -> tuple[Kept, Turn] | tuple[None, None]:
+        """The sequence and its turn that the text goes on from.
+
+        The text does not distinguish sequences that are equal in it: one that is whole goes before one
+        that was continued already, one that no request under way continues before one that is, and
+        then the first of them.
+        """
+        best = max(
+            self._beginnings(text),
+            key=lambda pair: (pair[1].text, pair[1] is pair[0].turns[-1], -pair[0].claims),
+            default=None,
+        )
+        return best or (None, None)
+
+    def _beginnings(self, text: str) -> Iterator[tuple[Kept, Turn]]:
+        for sequence in self._sequences:
+            for turn in sequence.turns:
+                if 0 < turn.text <= len(text) and text.startswith(sequence.text[: turn.text]):
+                    yield sequence, turn
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A prompt, with the sampled tokens of the turns that it continues.
+
+    Attributes:
+        tokens, masks, logprobs: of the prompt; see `SequenceNode`.
+        turns: the turns that it holds token for token.
+        turn: the turn that the request continues.
+        spans, sampling: see `Turn`.
+    """
+
+    tokens: list[int]
+    masks: list[int]
+    logprobs: list[float]
+    turns: list[Turn]
+    turn: Turn | None
+    spans: list[Span] | None
+    sampling: list[SamplingSpan] | None
+
+
+def beginning_of(request: Request, tokens: list[int]) -> Beginning:
+    """Return the prompt of a request, whose `tokens` the server was sent."""
+    masks, logprobs = [PROMPT_MASK] * len(tokens), [PROMPT_LOGPROB] * len(tokens)
+    source, turn = request.source, request.turn
+    if source is None or turn is None or tokens[: turn.tokens] != source.node.tokens[: turn.tokens]:
+        return Beginning(tokens, masks, logprobs, [], turn, [], [])
+    masks[: turn.tokens] = source.node.masked_tokens[: turn.tokens]
+    logprobs[: turn.tokens] = source.node.logprobs[: turn.tokens]
+    turns = [earlier for earlier in source.turns if earlier.tokens <= turn.tokens]
+    return Beginning(tokens, masks, logprobs, turns, turn, turn.spans, turn.sampling)
+
+
+def checked_spans(generation: Generation) -> list[list[Span] | None]:
+    """Return the weight spans of each completion, None where the server reports none.
+
+    Raises:
+        ValueError: a completion's tokens and logprobs do not line up, or its spans do not cover its
+            tokens.
+    """
+    rows = []
+    for index, (tokens, logprobs) in enumerate(
+        zip(generation.output_tokens, generation.output_logprobs, strict=True)
+    ):
+        if len(tokens) != len(logprobs):
+            raise ValueError(
+                f"completion {index} has {len(tokens)} tokens but {len(logprobs)} logprobs"
+            )
+        spans = None if generation.weight_spans is None else generation.weight_spans[index]
+        if spans is not None and sum(span.tokens for span in spans) != len(tokens):
+            raise ValueError(
+                f"completion {index} has {len(tokens)} tokens, but its weight spans cover {spans}"
+            )
+        rows.append(spans)
+    return rows
+
+
+def completed_node(
+    generation: Generation, index: int, beginning: Beginning, spans: list[Span] | None
+) -> SequenceNode:
+    """Return the sequence of a prompt and one completion, without its text.
+
+    Args:
+        generation: the answer.
+        index: of the completion.
+        beginning: the prompt.
+        spans: of the completion's weights.
+    """
+    output = generation.output_tokens[index]
+    parameters = None if generation.sampling is None else generation.sampling[index]
+    weights = oldest_of(generation, index, beginning.turn)
+    return SequenceNode(
+        full_text="",
+        tokens=beginning.tokens + output,
+        masked_tokens=beginning.masks + output,
+        logprobs=beginning.logprobs + generation.output_logprobs[index],
+        weight_version=weights and weights.version,
+        weight_epoch=(weights and weights.epoch) or None,
+        weight_spans=(
+            None if spans is None or beginning.spans is None else joined(beginning.spans, spans)
+        ),
+        sampling=continued(beginning.sampling, parameters, len(output)),
+    )
+
+
+def oldest_of(generation: Generation, index: int, before: Turn | None) -> Weights | None:
+    """Return the oldest weights of a completion and of the turns before it, if known."""
+    met = weights_of(generation.weight_versions, generation.weight_epochs) or []
+    weights = met[index : index + 1]
+    if before is not None and before.weights is not None:
+        weights.append(before.weights)
+    return min(weights, default=None)
+
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
 

@@ -22,10 +22,10 @@ from pydantic import BaseModel, Field, model_validator
 
 from atroposlib.command_line import AtLeastOne, ByteCount, Port, Seconds, parse_options
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
+from atroposlib.inference.chat_template import load_tokenizer
+from atroposlib.inference.client import describe
 from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.pool import describe
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
-from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.utils.log_lines import log_to_stderr
 from atroposlib.web.addresses import HttpAddresses, ListeningHost
 from atroposlib.web.bounded_protocol import bounded_protocol
@@ -164,7 +164,7 @@ class ChatCompletionProxyRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def plain_messages(self) -> list[dict[str, Any]]:
-        """Return the messages without empty fields. `atroposlib.inference.messages` checks them."""
+        """Return the messages without empty fields. `atroposlib.inference.chat_template` checks them."""
         return [
             {name: value for name, value in message.items() if value is not None}
             for message in self.messages

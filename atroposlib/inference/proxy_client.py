@@ -7,9 +7,9 @@ import httpx
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from atroposlib.inference.chat_template import checked_messages
 from atroposlib.inference.generation import current_versions
-from atroposlib.inference.messages import checked_messages
-from atroposlib.inference.sequence_tracker import SequenceNode, node_of
+from atroposlib.inference.managed_server import SequenceNode, node_of
 from atroposlib.web.connections import direct_async_client
 from atroposlib.web.keys import PROXY_KEY, given_or_variable
 

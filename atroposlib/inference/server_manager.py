@@ -1,37 +1,216 @@
 """All inference servers of one environment: their addresses, and the calls that environments make on
-them. The pool of a server decides which one answers."""
+them.
+
+The pool of a server decides which one answers. With `FleetFollower` the servers are those that the
+trainer publishes at the rollout service. `ServerHarness` answers from a table instead.
+"""
 
 import asyncio
 import dataclasses
 import inspect
+import json
 import logging
 import os
 import subprocess
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+import httpx
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from pydantic import AfterValidator, BaseModel, Field
 
 from atroposlib.errors import UsageError
-from atroposlib.inference.client import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
-from atroposlib.inference.fleet_follower import FleetFollower, same_address
+from atroposlib.inference.client import (
+    APIServer,
+    APIServerConfig,
+    InferenceCalls,
+    OpenAIServer,
+    ReasoningConfig,
+    ServerBaseline,
+    ServerPool,
+    SGLangServer,
+    Split,
+    TrlVllmServer,
+    VLLMServer,
+)
 from atroposlib.inference.generation import Generation
 from atroposlib.inference.managed_server import DummyManagedServer, ManagedServer
-from atroposlib.inference.openai_client import OpenAIServer
-from atroposlib.inference.pool import InferenceCalls, ServerPool, Split
 from atroposlib.inference.proxy_client import create_proxy_session
-from atroposlib.inference.server_harness import ServerHarness
-from atroposlib.inference.trl_vllm_server import TrlVllmServer
-from atroposlib.inference.vllm_client import SGLangServer, VLLMServer
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
-from atroposlib.web.addresses import HttpAddress
+from atroposlib.web.addresses import HttpAddress, server_address
+from atroposlib.web.connections import direct_async_client
 from atroposlib.web.keys import SERVICE_KEY, all_settings
 from atroposlib.wire import StrictNumbers
 
+logger = logging.getLogger(__name__)
+
+ASK_SECONDS = 2.0
+"""Seconds between two requests to the service."""
+ASK_TIMEOUT = 10.0
+
+
+class FleetFollower:
+    """A client of GET /fleet of one rollout service.
+
+    Args:
+        url: the service's address.
+        api_key: bearer token, if the service requires one.
+        every: seconds between two requests.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, every: float = ASK_SECONDS):
+        self.url, self.every, self._has_key = url.rstrip("/"), every, bool(api_key)
+        self.keyed = False
+        """The last answer came from a service that requires the key, so that only holders of the key
+        wrote the addresses."""
+        self._http = direct_async_client(self.url, ASK_TIMEOUT, api_key)
+        self._wrong = ""
+
+    async def ask(self) -> list[str] | None:
+        """Return the addresses of the servers that have the trainer's weights, or will again.
+
+        None if the service does not answer or its trainer has not published any: all servers stay.
+        """
+        try:
+            response = await self._http.get("/fleet")
+            response.raise_for_status()
+            answer = FleetAnswer.model_validate_json(response.content)
+            self.keyed = self._has_key and answer.keyed
+        except httpx.HTTPStatusError as error:
+            status = error.response.status_code
+            wrong = f"/fleet answered {status}"
+            if status == 404:
+                wrong += "; is it an earlier version?"
+        except httpx.HTTPError as error:
+            wrong = f"no answer to /fleet ({type(error).__name__})"
+        except ValueError as error:
+            wrong = f"/fleet answered something else: {' '.join(str(error).split())}"
+        else:
+            if self._wrong:
+                logger.info("the rollout service at %s tells of the fleet again", self.url)
+                self._wrong = ""
+            return answer.addresses()
+        if wrong != self._wrong:
+            logger.info(
+                "the rollout service at %s does not tell of the fleet: %s; the servers stay",
+                self.url,
+                wrong,
+            )
+        self._wrong = wrong
+        return None
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._http.aclose()
+
+
+class FleetServer(BaseModel):
+    """A server in an answer of GET /fleet."""
+
+    url: Annotated[str, AfterValidator(server_address)]
+    standing: str
+
+
+class FleetAnswer(BaseModel):
+    """The part of an answer of GET /fleet that environments use."""
+
+    published: float | None
+    servers: list[FleetServer]
+    left: list[Annotated[str, AfterValidator(server_address)]] = []
+    keyed: bool = False
+
+    def addresses(self) -> list[str] | None:
+        """Return the addresses to follow; None if the trainer has published none.
+
+        A joining server is left out, because it still serves other weights. A server that is away
+        or in quarantine stays: the pool polls it.
+        """
+        if self.published is None:
+            return None
+        standings = {server.url: server.standing for server in self.servers}
+        return [
+            url
+            for url, standing in standings.items()
+            if standing != "joining" and url not in self.left
+        ]
+
+
+def same_address(one: str, other: str) -> bool:
+    """Return whether two addresses, each with or without /v1, are of the same server."""
+    return _bare(one) == _bare(other)
+
+
+def _bare(address: str) -> str:
+    bare = address.rstrip("/").removesuffix("/v1")
+    try:
+        return server_address(bare)
+    except ValueError:
+        return bare
+
+
+class ServerHarness(InferenceCalls):
+    """Gives back what was set for exactly the same messages or prompt; anything else is a KeyError
+    that shows the request.
+    """
+
+    by_text = True
+    """Managed servers send it prompts as text."""
+
+    def __init__(self) -> None:
+        self.responses: dict[str, Any] = {}
+
+    def conv_to_dictkey(self, input_message: list[dict[str, Any]]) -> str:
+        return json.dumps(input_message, sort_keys=True, default=str)
+
+    async def update_weight(self, weight: float) -> None:
+        """Nothing to share out."""
+
+    async def wandb_metrics(
+        self, metrics_dict: dict[str, Any] | None, server_name: str | None
+    ) -> dict[str, Any]:
+        return metrics_dict or {}
+
+    def set_desired_response(
+        self, input_message: list[dict[str, Any]], desired_response: ChatCompletion
+    ) -> None:
+        self.responses[self.conv_to_dictkey(input_message)] = desired_response
+
+    def set_desired_completion(self, input_message: str, completion: Completion) -> None:
+        self.responses[f"prompt:{input_message}"] = completion
+
+    def set_tokens_and_logprobs_response(
+        self,
+        prompt: str,
+        prompt_tokens: list[int],
+        output_tokens_list: list[list[int]],
+        output_logprobs_list: list[list[float]],
+        finish_reasons: list[str],
+    ) -> None:
+        self.responses[f"tokens:{prompt}"] = (
+            prompt_tokens,
+            output_tokens_list,
+            output_logprobs_list,
+            finish_reasons,
+        )
+
+    async def _request(self, method: str, fields: dict[str, Any]) -> Any:
+        prompt = fields.get("prompt", "")
+        keys = {
+            "_chat_completion_wrapper": self.conv_to_dictkey(fields.get("messages", [])),
+            "_completion_wrapper": f"prompt:{prompt}",
+            "_generate_wrapper": f"tokens:{prompt}",
+        }
+        key = keys[method]
+        if key not in self.responses:
+            raise KeyError(f"no response was set for {key}")
+        response = self.responses[key]
+        return Generation(*response) if isinstance(response, tuple) else response
+
+
 __all__ = ["APIServer", "APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
 
-logger = logging.getLogger(__name__)
 
 SERVER_CLASSES: dict[str, type[APIServer]] = {
     "openai": OpenAIServer,

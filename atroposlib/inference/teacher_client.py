@@ -13,19 +13,21 @@ import httpx
 import orjson
 
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
-from atroposlib.inference.client import (
-    MODEL_NOT_NAMED,
-    APIServerConfig,
-)
-from atroposlib.inference.openai_client import PROBE_TIMEOUT
-from atroposlib.inference.pool import describe, status_of, worth_retrying
-from atroposlib.inference.tokenizers import (
+from atroposlib.inference.chat_template import (
     differing_ids,
     encode_rendered,
     first_difference,
     probe_texts,
 )
-from atroposlib.inference.vllm_client import VLLMServer
+from atroposlib.inference.client import (
+    MODEL_NOT_NAMED,
+    PROBE_TIMEOUT,
+    APIServerConfig,
+    VLLMServer,
+    describe,
+    status_of,
+    worth_retrying,
+)
 from atroposlib.utils.waiting import Patience
 from atroposlib.web.keys import TEACHER_KEY
 

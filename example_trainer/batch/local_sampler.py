@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from atroposlib.inference.tokenizers import ResponseDecoder
-from atroposlib.utils.control_tokens import render_messages
-from atroposlib.utils.thinking import opened_by
+from atroposlib.inference.chat_template import render_messages
+from atroposlib.inference.responses import ResponseDecoder, opened_by
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.groups import NOT_TRAINED

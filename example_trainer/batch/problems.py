@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import UsageError
+from atroposlib.inference.responses import answer_part
 from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
 from atroposlib.utils.jsonl import Row
 from atroposlib.utils.math_scoring import as_number, last_boxed
-from atroposlib.utils.thinking import answer_part
 from example_trainer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Problem:
 
         Args:
             text: the response.
-            opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
+            opened: what the prompt opened; see `atroposlib.inference.responses.opened_by`.
         """
         found = last_boxed(answer_part(text, opened))
         number = None if found is None else as_number(found)

@@ -16,10 +16,9 @@ import httpx
 import pytest
 import torch
 
-from atroposlib.inference.client import APIServerConfig
+from atroposlib.inference.chat_template import load_tokenizer
+from atroposlib.inference.client import APIServerConfig, VLLMServer
 from atroposlib.inference.teacher_client import TeacherServer
-from atroposlib.inference.tokenizers import load_tokenizer
-from atroposlib.inference.vllm_client import VLLMServer
 from example_trainer.models.hf_checkpoint import load_model
 from tests import raw_fuzz
 from tests.atroposlib.service.killed_service import until

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from atroposlib.inference import pool
+from atroposlib.inference import client
 from atroposlib.inference.client import APIServerConfig
 from atroposlib.inference.server_manager import ServerManager
 from example_trainer.models.hf_checkpoint import load_model
@@ -180,7 +180,7 @@ def test_a_fleet_of_two_goes_on_without_the_one_that_is_stopped(
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.setattr(pool, "MOVE_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr(client, "MOVE_AFTER_SECONDS", 1.0)
     good, faulty = servers
     clients = [
         BridgeServer("localhost", server.port, BRIDGE_TIMEOUT, startup_timeout=120)

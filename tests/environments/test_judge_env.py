@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from atroposlib.envs.single_turn import Response
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
-from atroposlib.utils.control_tokens import harmless
+from atroposlib.inference.chat_template import harmless
 from atroposlib.utils.data_files import BadRow
 from environments.judge_server import (
     HELD_OUT_TOPICS,
@@ -135,7 +135,7 @@ def test_a_refusal_is_named(
 @pytest.fixture
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that fails is not tried again after a while."""
-    monkeypatch.setattr("atroposlib.inference.pool.MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("atroposlib.inference.client.MAX_ATTEMPTS", 1)
 
 
 @pytest.mark.usefixtures("asked_once")

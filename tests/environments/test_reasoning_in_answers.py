@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atroposlib.envs.multi_turn import Conversation, Turn
 from atroposlib.envs.single_turn import Response, as_response
-from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.sequence_tracker import SequenceNode
+from atroposlib.inference.managed_server import ManagedServer, SequenceNode
 from atroposlib.utils.math_scoring import MathScorer
 from environments.arithmetic_problems import Problem, held_out_problems
 from environments.arithmetic_server import ArithmeticEnv

@@ -8,6 +8,7 @@ import threading
 from decimal import Decimal
 
 from atroposlib.compat.reward_fns.reward_function import TextReward
+from atroposlib.inference.responses import answer_part
 from atroposlib.utils.math_scoring import (
     MathScorer,
     as_number,
@@ -16,7 +17,6 @@ from atroposlib.utils.math_scoring import (
     equal_in_this_process,
     last_boxed,
 )
-from atroposlib.utils.thinking import answer_part
 
 AFTER_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
 IN_DOLLARS = re.compile(r"\banswer is:?\s*\$([^$\n]+)\$", re.IGNORECASE)

@@ -7,8 +7,8 @@ from typing import Any
 
 from atroposlib.compat.reward_fns.accuracy_reward import AccuracyReward
 from atroposlib.compat.reward_fns.reward_function import RewardFunction, openings
+from atroposlib.inference.responses import read_reasoning
 from atroposlib.utils.math_scoring import boxed_contents
-from atroposlib.utils.thinking import read_reasoning
 
 FORMAT_BONUS = 0.5
 THINK_TAG = re.compile("</?think>")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from atroposlib.compat.reward_fns.reward_function import TextReward
-from atroposlib.utils.thinking import answer_part
+from atroposlib.inference.responses import answer_part
 
 CLUE = r"\d+-(?:Across|Down):\s+(?P<word>[A-Z ]+)"
 DEFAULT_PATTERNS = (re.compile(CLUE, re.IGNORECASE),)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from atroposlib.compat.reward_fns.reward_function import TextReward
-from atroposlib.utils.thinking import TAGS, answer_part, leaves_open
+from atroposlib.inference.responses import TAGS, answer_part, leaves_open
 
 REASONING = frozenset(opening for opening, _ in TAGS)
 

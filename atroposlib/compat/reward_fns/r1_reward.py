@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atroposlib.compat.reward_fns.reward_function import RewardFunction, TextReward
-from atroposlib.utils.thinking import read_reasoning
+from atroposlib.inference.responses import read_reasoning
 
 
 def parse_reasoning_response(text: str, opened: str = "") -> dict[str, Any]:
@@ -13,7 +13,7 @@ def parse_reasoning_response(text: str, opened: str = "") -> dict[str, Any]:
 
     Args:
         text: the completion.
-        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
+        opened: what the prompt opened; see `atroposlib.inference.responses.opened_by`.
 
     Returns:
         `thinking_content`, empty if the reasoning never ends; `response`; `multiple_thinking`, True

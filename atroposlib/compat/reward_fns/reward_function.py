@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from atroposlib.utils.thinking import opened_by
+from atroposlib.inference.responses import opened_by
 
 
 class RewardFunction(ABC):
@@ -150,7 +150,7 @@ class TextReward(RewardFunction):
 
 
 def openings(completions: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
-    """Return what the prompt of each completion opened; see `atroposlib.utils.thinking.opened_by`.
+    """Return what the prompt of each completion opened; see `atroposlib.inference.responses.opened_by`.
 
     Args:
         completions: what is scored.

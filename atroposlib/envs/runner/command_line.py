@@ -27,9 +27,8 @@ from atroposlib.envs.runner.settings import (
 )
 from atroposlib.envs.runner.state import as_list
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
-from atroposlib.inference.fleet_follower import FleetFollower
-from atroposlib.inference.pool import describe
-from atroposlib.inference.server_manager import APIServerConfig
+from atroposlib.inference.client import describe
+from atroposlib.inference.server_manager import APIServerConfig, FleetFollower
 from atroposlib.utils.files import disk_refusal
 from atroposlib.utils.jsonl import replace_file
 from atroposlib.utils.log_lines import LogLines

@@ -11,12 +11,10 @@ import httpx
 
 from atroposlib.envs.runner.state import Author, RunState
 from atroposlib.errors import InferenceUnavailable
-from atroposlib.inference.chat_template import require_chat_template
-from atroposlib.inference.client import MODEL_NOT_NAMED, APIServer
-from atroposlib.inference.openai_client import OpenAIRoutes, OpenAIServer
+from atroposlib.inference.chat_template import load_tokenizer, require_chat_template
+from atroposlib.inference.client import MODEL_NOT_NAMED, APIServer, OpenAIRoutes, OpenAIServer
 from atroposlib.inference.server_manager import ServerManager
 from atroposlib.inference.teacher_client import TeacherServer
-from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.service_client import RolloutServiceClient
 from atroposlib.utils.waiting import Patience
 from atroposlib.web.keys import SERVICE_KEY, bearer, given_or_variable

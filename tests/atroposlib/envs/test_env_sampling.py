@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.runner.rollout import say_that_sampling_differs
-from atroposlib.inference.client import APIServerConfig
-from atroposlib.inference.generation import Generation, VersionRecord, Weights, current_versions
-from atroposlib.inference.sampling_record import (
+from atroposlib.inference.client import APIServerConfig, VLLMServer
+from atroposlib.inference.generation import (
+    Generation,
     SampledRecord,
     SamplingSpan,
+    VersionRecord,
+    Weights,
+    current_versions,
     sampling_of,
     say_that_it_may_be_constrained,
 )
-from atroposlib.inference.vllm_client import VLLMServer
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
-from atroposlib.inference.client import APIServerConfig
-from atroposlib.inference.openai_client import OpenAIServer
+from atroposlib.inference.client import APIServerConfig, OpenAIServer
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 
 PAIR = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}

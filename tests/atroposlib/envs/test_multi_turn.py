@@ -16,7 +16,7 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.multi_turn import Conversation, Grade, MultiTurnConfig, MultiTurnEnv, Step
 from atroposlib.envs.turn_rewards import sampled_runs
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
-from atroposlib.inference.tool_calls import HermesFormat, TaggedFormat
+from atroposlib.inference.responses import HermesFormat, TaggedFormat
 from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, supervisor_process
 from example_trainer.batch.groups import Rules, parse_batch
 from example_trainer.batch.lengths import LengthRules

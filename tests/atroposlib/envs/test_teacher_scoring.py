@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference import teacher_client
-from atroposlib.inference.tokenizers import differing_ids, first_difference
+from atroposlib.inference.chat_template import differing_ids, first_difference
 from atroposlib.web.keys import TEACHER_KEY
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 from tests.atroposlib.envs.standin_teacher import StandinTeacher, expected

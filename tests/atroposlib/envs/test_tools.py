@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from atroposlib.envs import tools
 from atroposlib.envs.tools import Toolbox
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
-from atroposlib.inference.tool_calls import FORMATS, Call, HermesFormat, NamedFormat, TaggedFormat
+from atroposlib.inference.responses import FORMATS, Call, HermesFormat, NamedFormat, TaggedFormat
 
 
 class Talk:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from atroposlib.inference.managed_server import ManagedServer, say_that_history_changed
-from atroposlib.utils.thinking import read_reasoning
+from atroposlib.inference.responses import read_reasoning
 from tests.atroposlib.inference.template_shapes import (
     END,
     HISTORY,

@@ -16,8 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.inference.client import APIServerConfig
-from atroposlib.inference.fleet_follower import FleetAnswer, FleetFollower, same_address
-from atroposlib.inference.server_manager import ServerManager
+from atroposlib.inference.server_manager import (
+    FleetAnswer,
+    FleetFollower,
+    ServerManager,
+    same_address,
+)
 from example_trainer.child_processes.readiness import wait_until
 from tests.atroposlib.envs.env_stack import OFFLINE, STANDIN, Stack
 

@@ -11,8 +11,8 @@ from atroposlib.errors import UsageError
 from atroposlib.inference.generation import Weights
 from atroposlib.inference.managed_client import ManagedTransport, managed_client
 from atroposlib.inference.managed_server import ManagedServerAdapter
+from atroposlib.inference.responses import ToolCallTranslator
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
-from atroposlib.inference.tool_calls import ToolCallTranslator
 from tests.atroposlib.inference.conftest import control, last_request
 
 TOOLS = [

@@ -17,10 +17,10 @@ from openai.types.chat import ChatCompletionMessage
 from transformers import PreTrainedTokenizerFast
 
 from atroposlib.errors import UsageError
+from atroposlib.inference.chat_template import checked_messages
 from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.messages import checked_messages
 from atroposlib.inference.proxy import create_app
-from atroposlib.inference.tool_calls import FORMATS, ToolCallTranslator
+from atroposlib.inference.responses import FORMATS, ToolCallTranslator
 from tests.atroposlib.inference.template_shapes import STARTER, Sampler, Shape
 
 TOOLS: Any = [

@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atroposlib.errors import InferenceUnavailable, UsageError
-from atroposlib.inference import pool
-from atroposlib.inference.client import APIServer, APIServerConfig
+from atroposlib.inference import client
+from atroposlib.inference.client import APIServer, APIServerConfig, HealthReport, ServerIsAway
 from atroposlib.inference.generation import Generation, Weights
-from atroposlib.inference.pool import HealthReport, ServerIsAway
 from atroposlib.inference.server_manager import ServerManager
 from tests.atroposlib.inference.played_servers import ask, fleet, seen
 
@@ -29,10 +28,10 @@ STATES = ("ok", "ok", "away", "fails", "hangs", "quarantined", "sick")
 def quick() -> Iterator[None]:
     """Looks, pauses and patience a hundred times as fast."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "POLL_SECONDS", 0.01)
-        patch.setattr(pool, "MOVE_AFTER_SECONDS", 0.05)
-        patch.setattr(pool, "FIRST_PAUSE", 0.005)
-        patch.setattr(pool, "MAX_PAUSE", 0.05)
+        patch.setattr(client, "POLL_SECONDS", 0.01)
+        patch.setattr(client, "MOVE_AFTER_SECONDS", 0.05)
+        patch.setattr(client, "FIRST_PAUSE", 0.005)
+        patch.setattr(client, "MAX_PAUSE", 0.05)
         patch.setattr("atroposlib.utils.waiting.FIRST_PAUSE", 0.01)
         patch.setattr("atroposlib.utils.waiting.MAX_PAUSE", 0.02)
         yield
@@ -136,13 +135,13 @@ async def test_requests_go_to_the_kind_of_server_with_most_room_and_are_chosen_o
     ]
     manager = ServerManager(kinds, server_class=Fake)
     chosen: list[APIServer | None] = []
-    pick = pool.ServerPool.pick
+    pick = client.ServerPool.pick
 
-    def counted(self: pool.ServerPool, *more: Any) -> APIServer | None:
+    def counted(self: client.ServerPool, *more: Any) -> APIServer | None:
         chosen.append(pick(self, *more))
         return chosen[-1]
 
-    monkeypatch.setattr(pool.ServerPool, "pick", counted)
+    monkeypatch.setattr(client.ServerPool, "pick", counted)
     await asyncio.gather(*(manager.generate(input_ids=[number]) for number in range(6)))
     assert Counter(chosen) == {manager.servers[1]: 3, manager.servers[2]: 3}
     for server in manager.servers[1:]:
@@ -183,7 +182,7 @@ async def test_requests_spread_and_all_kinds_of_faults_are_gone_around() -> None
 
 
 async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "SETTLING_SECONDS", 0.05)
+    monkeypatch.setattr(client, "SETTLING_SECONDS", 0.05)
     async with fleet(3) as (manager, lights):
         lights[0].says(serving=True, weight_epoch=0, weight_version=900)
         lights[1].says(serving=True, weight_version=2)
@@ -212,7 +211,7 @@ async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatc
 async def test_requests_at_a_server_that_hangs_are_asked_elsewhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("atroposlib.inference.vllm_client.POLL_TIMEOUT", 0.5)
+    monkeypatch.setattr("atroposlib.inference.client.POLL_TIMEOUT", 0.5)
     async with fleet(2) as (manager, lights):
         await ask(manager, 2)
         lights[0].hold.clear()
@@ -228,11 +227,11 @@ async def test_one_that_stands_alone_is_named_when_it_is_silent_and_goes_on_with
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr("atroposlib.inference.vllm_client.POLL_TIMEOUT", 0.5)
+    monkeypatch.setattr("atroposlib.inference.client.POLL_TIMEOUT", 0.5)
     async with fleet(1) as (manager, (light,)):
         await ask(manager, 2)
         assert "/weights" not in light.asked, "while it answers, it is left alone"
-        monkeypatch.setattr(pool, "QUIET_SECONDS", 0.1)
+        monkeypatch.setattr(client, "QUIET_SECONDS", 0.1)
         light.hold.clear()
         waiting = asyncio.create_task(ask(manager, 10))
         async with asyncio.timeout(60):

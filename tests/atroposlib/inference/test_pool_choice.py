@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atroposlib.inference.client import (
+    MAX_PAUSE,
+    SETTLING_SECONDS,
+    Choice,
+    HealthReport,
+    Load,
+    read_health,
+)
 from atroposlib.inference.generation import Weights
-from atroposlib.inference.pool import MAX_PAUSE, SETTLING_SECONDS, Choice, HealthReport, Load
-from atroposlib.inference.vllm_client import read_health
 
 IDLE = Load(0, 8)
 WELL = HealthReport(weights=Weights(1, 1), in_flight=0)

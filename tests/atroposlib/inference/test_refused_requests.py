@@ -8,10 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.inference.chat_template import require_chat_template
-from atroposlib.inference.client import APIServerConfig
+from atroposlib.inference.client import APIServerConfig, OpenAIServer, SGLangServer, VLLMServer
 from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.openai_client import OpenAIServer
-from atroposlib.inference.vllm_client import SGLangServer, VLLMServer
 from tests.atroposlib.inference.template_shapes import STARTER, Sampler
 
 CONFIG = APIServerConfig(base_url="http://127.0.0.1:9", model_name="m", health_check=False)

@@ -13,11 +13,11 @@ from atroposlib.inference.generation import (
     Span,
     Weights,
     joined,
+    sampling_of,
     spans_of,
     weight_fields,
 )
-from atroposlib.inference.sampling_record import sampling_of
-from atroposlib.inference.sequence_tracker import (
+from atroposlib.inference.managed_server import (
     Request,
     SequenceNode,
     SequenceTracker,

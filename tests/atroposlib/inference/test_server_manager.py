@@ -9,11 +9,9 @@ import httpx
 import pytest
 
 from atroposlib.errors import RolloutFailure, UsageError
+from atroposlib.inference.client import CutOff, OpenAIServer, VLLMServer, parse_generation
 from atroposlib.inference.generation import Span, VersionRecord, Weights, current_versions
-from atroposlib.inference.openai_client import OpenAIServer
-from atroposlib.inference.pool import CutOff
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
-from atroposlib.inference.vllm_client import VLLMServer, parse_generation
 from tests.atroposlib.inference.conftest import control, last_request
 
 ASK = [{"role": "user", "content": "What is 40 plus 2?"}]

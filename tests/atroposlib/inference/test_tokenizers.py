@@ -6,8 +6,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.inference.tokenizers import Continuation, ResponseDecoder
-from atroposlib.utils.thinking import answer_part
+from atroposlib.inference.chat_template import Continuation
+from atroposlib.inference.responses import ResponseDecoder, answer_part
 from tests.atroposlib.inference.template_shapes import STARTER
 
 

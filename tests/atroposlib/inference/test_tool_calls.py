@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.inference.tool_calls import FORMATS, ToolCall, ToolCallTranslator, content_before
+from atroposlib.inference.responses import FORMATS, ToolCall, ToolCallTranslator, content_before
 
 TOOLS = [
     {

@@ -12,16 +12,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from atroposlib.inference.tool_calls import (
+from atroposlib.inference.responses import (
     FORMATS,
     MAX_UNREADABLE,
     HermesFormat,
     NamedFormat,
     TaggedFormat,
     ToolCallTranslator,
+    opened_by,
     parse_tool_call,
+    whole_response,
 )
-from atroposlib.utils.thinking import opened_by, whole_response
 
 MARKS = [
     "<tool_call>",

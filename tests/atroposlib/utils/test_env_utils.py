@@ -23,7 +23,7 @@ from atroposlib.compat.message_history_utils import (
     truncate_thinking,
 )
 from atroposlib.compat.tokenize_for_trainer import tokenize_for_trainer
-from atroposlib.inference.tool_calls import parse_tool_call
+from atroposlib.inference.responses import parse_tool_call
 from atroposlib.utils.metrics import get_std_min_max_avg
 from tests.atroposlib.inference.template_shapes import STARTER
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.thinking import (
+from atroposlib.inference.responses import (
     TAGS,
     answer_part,
     known_calls,

@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from atroposlib.compat.tokenize_for_trainer import tokenize_for_trainer
-from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.utils.control_tokens import (
+from atroposlib.inference.chat_template import (
     GUARD,
     ControlTokens,
     behind,
@@ -22,6 +21,7 @@ from atroposlib.utils.control_tokens import (
     plain,
     render_messages,
 )
+from atroposlib.inference.managed_server import ManagedServer
 from environments.judge_server import judge_messages
 from tests.atroposlib.inference.template_shapes import STARTER, Sampler
 
