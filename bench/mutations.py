@@ -45,7 +45,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "atroposlib/wire.py": (),
     "atroposlib/inference/responses.py": (),
-    "environments/arithmetic_problems.py": (),
+    "environments/arithmetic_server.py": (),
     "example_trainer/algorithm/advantages.py": (),
     "example_trainer/batch/packing.py": (),
     "example_trainer/weight_bridge/stream.py": (),

@@ -1,13 +1,13 @@
 r"""Problems that are too long to work out by heart, the syntax in which a calculator may be asked,
 and the calculator.
 
-    level 1   47 + 38            what environments/arithmetic_problems.py asks at its easiest: short enough to work out
+    level 1   47 + 38            what environments/arithmetic_server.py asks at its easiest: short enough to work out
     level 2   48213 + 9075       sums and differences of a number of four or five digits and one as long, or a digit shorter
     level 3   374 * 52           products
     level 4   374 * 52 - 906     a product, and a third number
 
 A call is `<calc>374*52-906</calc>`: all that is asked stands between two marks, so that a model of
-a few million parameters can write it. As in arithmetic_problems, the first two numbers of a
+a few million parameters can write it. As in arithmetic_server, the first two numbers of a
 problem decide whether it is held out, whatever their order.
 
 >>> calculate("374*52-906")
@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from environments.arithmetic_problems import (
+from environments.arithmetic_server import (
     ADDITION_TEMPLATES,
     HELD_OUT_SEED,
     ITEMS,

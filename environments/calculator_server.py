@@ -19,7 +19,7 @@ from atroposlib.envs.base import EvalHandlingEnum
 from atroposlib.envs.graded import Grade
 from atroposlib.envs.multi_turn import Conversation, MultiTurnConfig, MultiTurnEnv
 from atroposlib.inference.responses import TaggedFormat
-from environments.arithmetic_problems import MAX_HELD_OUT, checked_levels, read_levels
+from environments.arithmetic_server import MAX_HELD_OUT, checked_levels, grade_number, read_levels
 from environments.calculator_problems import (
     CALL_END,
     CALL_START,
@@ -31,7 +31,7 @@ from environments.calculator_problems import (
     training_calculations,
 )
 from environments.calculator_problems import calculate as value_of
-from environments.common import grade_number, held_out_count
+from environments.common import held_out_count
 
 
 class CalculatorConfig(MultiTurnConfig):

@@ -1,12 +1,11 @@
-"""Parts that several environments share: items by number, rows of files, prompts and grades."""
+"""Parts that several environments share: items by number, rows of files, and prompts."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.envs.graded import Grade, GradedEnv
+from atroposlib.envs.graded import GradedEnv
 from atroposlib.envs.single_turn import SingleTurnEnv
 from atroposlib.type_definitions import Message
-from atroposlib.utils.math_scoring import last_boxed, number_in
 
 
 class NumberedItems(GradedEnv):
@@ -53,11 +52,3 @@ def question_messages(system_prompt: str, question: str) -> list[Message]:
     if system_prompt:
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
-
-
-def grade_number(text: str, number: int) -> Grade:
-    r"""Grade a text by its last \boxed{}: 1 for the right number, else -1."""
-    answer = last_boxed(text)
-    if answer is not None and number_in(answer) == number:
-        return Grade(score=1.0, correct=True, answer=answer)
-    return Grade(score=-1.0, correct=False, answer=answer)

@@ -9,7 +9,7 @@ the syntax).
 
 from __future__ import annotations
 
-from environments.arithmetic_problems import Operator, Problem
+from environments.arithmetic_server import Operator, Problem
 from environments.calculator_problems import Calculation
 
 BOX_OPEN = "\\boxed{"
@@ -53,7 +53,7 @@ def hurried_answer(left: int, operator: Operator, right: int) -> int:
 def worked_out(problem: Problem) -> str:
     """The sum worked out column by column, as a text that ends in the boxed answer.
 
-    >>> from environments.arithmetic_problems import Problem
+    >>> from environments.arithmetic_server import Problem
     >>> worked_out(Problem("47 + 38 = ?", 85, 1, 47, "+", 38))
     '7 + 8 = 15, carry 1. 4 + 3 + 1 = 8. \\\\boxed{85}'
     >>> worked_out(Problem("62 - 38 = ?", 24, 1, 62, "-", 38))

@@ -22,8 +22,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from environments import arithmetic_problems
-from environments.arithmetic_problems import ITEMS, NAMES
+from environments import arithmetic_server
+from environments.arithmetic_server import ITEMS, NAMES
 from example_trainer.batch.problems import Problem, Task
 
 HELD_OUT_SEED = 20_261_122
@@ -178,11 +178,11 @@ REWARDED = task(REWARDED_STEPS)
 STARTER = Task(
     training=lambda seed: (
         Problem(one.question, str(one.answer))
-        for one in arithmetic_problems.training_problems(seed, 1)
+        for one in arithmetic_server.training_problems(seed, 1)
     ),
     held_out=lambda count: [
         Problem(one.question, str(one.answer))
-        for one in arithmetic_problems.held_out_problems(count, 1)
+        for one in arithmetic_server.held_out_problems(count, 1)
     ],
 )
 """The starter model's task: one sum."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from atroposlib.envs.multi_turn import Conversation, MultiTurnEnv, Step
 from atroposlib.utils.math_scoring import last_boxed
-from environments.arithmetic_problems import Problem, held_out_problems, training_problems
+from environments.arithmetic_server import Problem, held_out_problems, training_problems
 
 TURNS = 2
 

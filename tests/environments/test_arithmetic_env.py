@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs.runner.settings import merge, parse_flags
+from atroposlib.envs.runner.command_line import merge, parse_flags
 from atroposlib.envs.single_turn import Response
 from atroposlib.errors import UsageError
-from environments.arithmetic_problems import held_out_problems
-from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
+from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv, held_out_problems
 
 
 @pytest.fixture

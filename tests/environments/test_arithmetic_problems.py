@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from environments.arithmetic_problems import (
+from environments.arithmetic_server import (
     DEFAULT_DIFFICULTY,
     HELD_OUT_ONE_IN,
     MAX_HELD_OUT,
@@ -114,7 +114,7 @@ def test_the_held_out_list_is_pinned() -> None:
     """Results are only comparable over time if the benchmark never moves, not even with Python's
     hash randomisation.
     """
-    code = "from environments.arithmetic_problems import held_out_problems as h; print([p.question for p in h(50)])"
+    code = "from environments.arithmetic_server import held_out_problems as h; print([p.question for p in h(50)])"
     other_process = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).resolve().parents[2],

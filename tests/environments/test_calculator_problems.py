@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from environments.arithmetic_problems import MAX_HELD_OUT, is_held_out
+from environments.arithmetic_server import MAX_HELD_OUT, is_held_out
 from environments.calculator_problems import (
     DEFAULT_LEVELS,
     LEVELS,

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.graded import Attempt
-from atroposlib.envs.runner.settings import merge, parse_flags
+from atroposlib.envs.runner.command_line import merge, parse_flags
 from atroposlib.envs.single_turn import Grade, Response
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.utils.math_scoring import MathScorer, as_number

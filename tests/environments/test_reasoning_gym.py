@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.runner.settings import merge, parse_flags
+from atroposlib.envs.runner.command_line import merge, parse_flags
 from atroposlib.envs.single_turn import Grade, Response
 from atroposlib.errors import EnvironmentFailure, UsageError
 from environments import reasoning_gym_server

@@ -17,8 +17,7 @@ from atroposlib.envs.multi_turn import Conversation, Turn
 from atroposlib.envs.single_turn import Response, as_response
 from atroposlib.inference.managed_server import ManagedServer, SequenceNode
 from atroposlib.utils.math_scoring import MathScorer
-from environments.arithmetic_problems import Problem, held_out_problems
-from environments.arithmetic_server import ArithmeticEnv
+from environments.arithmetic_server import ArithmeticEnv, Problem, held_out_problems
 from environments.calculator_problems import held_out_calculations
 from environments.calculator_server import CalculatorEnv
 from environments.math_data import Question

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from environments.arithmetic_problems import Operator, Problem, is_held_out
+from environments.arithmetic_server import Operator, Problem, is_held_out
 from environments.calculator_problems import CALL_START, OFFER, call
 from studies.starter_model import __main__ as make_starter_model
 from studies.starter_model.data import Mixture, examples

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from environments.arithmetic_problems import MAX_HELD_OUT, OPERAND_DIGITS
+from environments.arithmetic_server import MAX_HELD_OUT, OPERAND_DIGITS
 from environments.calculator_problems import LEVELS as CALCULATOR_LEVELS
 from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.errors import LauncherError
