@@ -23,10 +23,10 @@ import orjson
 
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable
 from atroposlib.utils import waiting
-from atroposlib.utils.jsonl import encode
 from atroposlib.utils.waiting import LOG_EVERY, Logged, Patience
 from atroposlib.web.connections import direct_async_client, direct_client
 from atroposlib.web.keys import LOOPBACK, SERVICE_KEY, host_of
+from atroposlib.wire import encode
 
 logger = logging.getLogger(__name__)
 

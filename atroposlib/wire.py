@@ -23,6 +23,7 @@ from itertools import chain
 from types import UnionType
 from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin
 
+import orjson
 from pydantic import BaseModel, Field, FiniteFloat, ValidationInfo, field_validator
 from typing_extensions import TypedDict
 
@@ -537,6 +538,27 @@ def teaches_nothing(group: Mapping[str, Any]) -> bool:
 def response_lengths(group: Mapping[str, Any]) -> list[int]:
     """Trained tokens of each sequence."""
     return [sum(token != PROMPT_MASK for token in mask) for mask in group["masks"]]
+
+
+def as_plain(value: Any) -> Any:
+    """Environments put numpy scalars, pydantic models and sets into their groups."""
+    for method in ("model_dump", "tolist", "item"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    if isinstance(value, set | frozenset):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r:.80}")
+
+
+def encode(value: Any) -> bytes:
+    """JSON of a value, as a group is posted.
+
+    Raises:
+        TypeError: it holds something that JSON cannot.
+    """
+    return orjson.dumps(
+        value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=as_plain
+    )
 
 
 class DropCounter:

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from atroposlib.envs.runner.state import as_list
+from atroposlib.envs.runner.items import as_list
 from atroposlib.utils.files import disk_refusal, write_whole
 
 logger = logging.getLogger(__name__)

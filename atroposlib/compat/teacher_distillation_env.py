@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
-from atroposlib.envs.runner.state import as_list
+from atroposlib.envs.runner.items import as_list
 from atroposlib.errors import UsageError
 from atroposlib.inference.chat_template import first_difference, load_tokenizer
 from atroposlib.inference.client import MODEL_NOT_NAMED, APIServerConfig, ServerBaseline

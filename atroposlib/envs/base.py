@@ -13,14 +13,13 @@ if __name__ == "__main__":
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 from pydantic import BaseModel
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum  # noqa: F401
 from atroposlib.envs.runner import command_line
 from atroposlib.envs.runner.runner import Runner
-from atroposlib.envs.runner.state import View
 from atroposlib.errors import UsageError
 from atroposlib.inference.client import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
 from atroposlib.inference.server_manager import ServerManager
@@ -30,6 +29,44 @@ from atroposlib.wire import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa
 # What is not used here is imported for environments, which find it here in the public SDK.
 
 T = TypeVar("T")
+
+
+class View(Generic[T]):
+    """An attribute of an environment that shows an attribute of a part of its runner.
+
+    Before `BaseEnv.__init__` it is an ordinary attribute, which `__init__` then hides.
+
+    Args:
+        part: the runner's part, such as `state`.
+    """
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | T:
+        if instance is None:
+            return self
+        if (runner := instance.__dict__.get("_runner")) is not None:
+            return getattr(getattr(runner, self.part), self.name)
+        if self.name not in instance.__dict__:
+            raise AttributeError(
+                f"{owner.__name__}.{self.name} is set by BaseEnv.__init__: call super().__init__() first"
+            )
+        return instance.__dict__[self.name]
+
+    def __set__(self, instance: object, value: T) -> None:
+        if (runner := instance.__dict__.get("_runner")) is not None:
+            setattr(getattr(runner, self.part), self.name, value)
+        else:
+            instance.__dict__[self.name] = value
 
 
 class BaseEnv(ABC):
@@ -138,7 +175,7 @@ class BaseEnv(ABC):
             f"{type(self).__name__} must define collect_trajectory() or collect_trajectories()"
         )
 
-    # ---- an item's way to the service: runner/rollout.py, then runner/delivery.py
+    # ---- an item's way to the service: runner/items.py
     # --------------------------------
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
@@ -221,7 +258,7 @@ class BaseEnv(ABC):
     async def cleanup(self) -> None:  # noqa: B027 (optional)
         """Runs after every item."""
 
-    # ---- serving: runner/serve.py, runner/workers.py
+    # ---- serving: runner/runner.py, runner/items.py
     # ------------------------------------------------------------
 
     async def env_manager(self) -> None:
@@ -326,7 +363,8 @@ class BaseEnv(ABC):
 
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None:
         """Keep some rollouts of a group for the table in W&B."""
-        self._runner.reports.keep_rollouts(scored_data)
+        if self._runner.reports.wandb is not None:
+            self._runner.reports.keep_rollouts(scored_data)
 
     async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
         """Add the kept rollouts as a table."""
@@ -365,7 +403,8 @@ class BaseEnv(ABC):
         """The tokenizer of `--env.tokenizer_name`, or of the model that the inference server
         serves.
         """
-        return self._runner.connections.tokenizer()
+        loaded = self.loaded_tokenizer
+        return self._runner.connections.tokenizer() if loaded is None else loaded
 
     @tokenizer.setter
     def tokenizer(self, value: Any) -> None:

@@ -3,28 +3,239 @@ one of them is done.
 
 A subclass defines how a conversation begins, what follows an answer, which tools there are, and
 what it was all worth.
+
+**From rewards of turns to advantages of tokens.** With `turn_rewards` "to_go", a token is made
+responsible for what comes from its own turn on. Of conversation i of a group, r_{i,t} the reward of its
+turn t, T_i the number of its turns, γ the discount:
+
+    G_{i,t} = Σ_{s ≥ t} γ^{s-t} r_{i,s}                         the return from turn t on
+    d_{i,t} = G_{i,t} - mean of G_{j,t} over all j with t ≤ T_j  against the same turn of the others
+    A_{i,t} = d_{i,t} / std of all d of the group
+
+Turns of the same number are compared because they have as much left to win; a turn that no other
+conversation came to has nothing to be compared with: 0. One standard deviation for all turns keeps
+their proportion. With one turn each, A is the trainer's `--advantages group` (arXiv:2402.03300),
+and so it is where only the last turn has a reward, all have as many turns, and γ = 1.
 """
 
+import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import fmean
+from itertools import accumulate, groupby
+from statistics import fmean, pstdev
 from typing import Any, ClassVar, Literal
 
 from openai.types.chat import ChatCompletion
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnvConfig
-from atroposlib.envs.conversation import Conversation, Step, Turn, as_openai
 from atroposlib.envs.graded import Attempt, Grade, GradedEnv, group_of
 from atroposlib.envs.tools import Toolbox
-from atroposlib.envs.turn_rewards import sampled_runs, spread_over_tokens, turn_advantages
 from atroposlib.errors import NoRoom
 from atroposlib.inference.managed_server import ManagedServer, SequenceNode
-from atroposlib.inference.responses import HermesFormat, ToolFormat, whole_response
+from atroposlib.inference.responses import (
+    Call,
+    HermesFormat,
+    ToolFormat,
+    known_calls,
+    read_reasoning,
+    whole_response,
+)
 from atroposlib.type_definitions import Item
 from atroposlib.utils.waiting import gather_or_cancel
-from atroposlib.wire import ScoredDataGroup
+from atroposlib.wire import PROMPT_MASK, ScoredDataGroup, plain_score
+
+Ending = Literal["done", "max_turns", "max_tokens", "answer_cut"]
+
+
+@dataclass
+class Turn:
+    """One answer of the model and what came of it.
+
+    Attributes:
+        text: what it wrote, without special tokens.
+        num_tokens: sampled tokens, the end token included.
+        finished: it ended by itself rather than by a limit.
+        opened: the tags that its prompt opened, such as `<think>`; see `atroposlib.inference.responses`.
+        calls: of tools, in their order, with their answers.
+        reward: that `step` gave for it.
+        spans: first, and one past the last character of each call. Tags inside of a call are text.
+    """
+
+    text: str
+    num_tokens: int
+    finished: bool
+    calls: list[Call] = field(default_factory=list)
+    reward: float = 0.0
+    opened: str = ""
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def answer(self) -> str:
+        """The text outside of the reasoning; empty if the reasoning never ends."""
+        return read_reasoning(self.text, self.opened, known_calls(self.spans)).answer
+
+
+@dataclass
+class Conversation:
+    """A conversation under way. `reset` makes it, tools and `step` get it, `grade` sees its end.
+
+    Attributes:
+        messages: all so far, as the chat template gets them.
+        state: anything of the environment's own.
+        item: what it is about.
+        turns: the model's answers so far.
+        ended: None while it goes on; "done"; or the limit that ended it: "max_turns", "max_tokens"
+            of the whole conversation, "answer_cut" by the limit of one answer.
+        transcript: all messages, with the calls in an answer and with what went wrong, for people
+            to read.
+    """
+
+    messages: list[dict[str, Any]]
+    state: Any = None
+    item: Any = None
+    turns: list[Turn] = field(default_factory=list)
+    ended: Ending | None = None
+    transcript: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The last answer with its reasoning; empty before the first."""
+        return self.turns[-1].text if self.turns else ""
+
+    @property
+    def answer(self) -> str:
+        """The last answer without its reasoning, which is what a grader looks at; empty before the
+        first.
+        """
+        return self.turns[-1].answer if self.turns else ""
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether a limit ended it."""
+        return self.ended not in (None, "done")
+
+    @property
+    def reward(self) -> float:
+        """The sum of its turns' rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of all turns."""
+        return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of all turns."""
+        return [call for turn in self.turns for call in turn.calls]
+
+    @property
+    def tool_use(self) -> bool:
+        """Return whether at least one call got what its tool answers."""
+        return any(call.problem in (None, "cut") for call in self.calls)
+
+    @property
+    def question(self) -> Any:
+        """Return the first request to the model: the last message before its first answer."""
+        roles = [message.get("role") for message in self.messages]
+        first = roles.index("assistant") if "assistant" in roles[1:] else len(roles)
+        return self.messages[max(first - 1, 0)].get("content")
+
+    def say(self, message: Mapping[str, Any], **about: Any) -> None:
+        """Add a message; `about` is for the transcript only."""
+        self.messages.append(dict(message))
+        self.transcript.append({**message, **about})
+
+
+@dataclass(frozen=True)
+class Step:
+    """The consequences of an answer of the model.
+
+    Attributes:
+        messages: what comes next. The answers of tools stand before them and need not be repeated.
+        reward: of the turn. A number of any type becomes a float.
+        done: the conversation is over.
+    """
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    reward: float = 0.0
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", plain_score(self.reward))
+
+
+def as_openai(call: Call) -> dict[str, Any]:
+    """A call as it stands in a message of OpenAI's."""
+    return {
+        "type": "function",
+        "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+    }
+
+
+SMALLEST_SPREAD = 1e-9
+"""Below it, relative to the returns, differences are rounding."""
+
+
+def returns_to_go(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
+    """The return from each turn on, of the rewards of one conversation's turns."""
+    return list(accumulate(reversed(rewards), lambda later, reward: reward + discount * later))[
+        ::-1
+    ]
+
+
+def turn_advantages(rewards: Sequence[Sequence[float]], discount: float = 1.0) -> list[list[float]]:
+    """Compare each turn of each conversation with the same turn of the others.
+
+    Args:
+        rewards: of the turns of each conversation of a group.
+        discount: γ, from 0 to 1.
+
+    Returns:
+        A number for each turn, in the same shape; all 0 where nothing differs.
+    """
+    returns = [returns_to_go(row, discount) for row in rewards]
+    turns = max(map(len, returns), default=0)
+    means = [fmean(row[turn] for row in returns if turn < len(row)) for turn in range(turns)]
+    centred = [[value - mean for value, mean in zip(row, means, strict=False)] for row in returns]
+    every = [value for row in centred for value in row]
+    spread = pstdev(every) if every else 0.0
+    if spread <= SMALLEST_SPREAD * max(
+        (abs(value) for row in returns for value in row), default=0.0
+    ):
+        return [[0.0] * len(row) for row in rewards]
+    return [[value / spread for value in row] for row in centred]
+
+
+def sampled_runs(mask: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, one past the last) place of each run of sampled tokens: the turns of a sequence."""
+    runs = []
+    for is_prompt, run in groupby(enumerate(mask), key=lambda place: place[1] == PROMPT_MASK):
+        if not is_prompt:
+            places = [place for place, _ in run]
+            runs.append((places[0], places[-1] + 1))
+    return runs
+
+
+def spread_over_tokens(mask: Sequence[int], of_turns: Sequence[float]) -> list[float]:
+    """A number for each token of a sequence: that of its turn where it was sampled, 0 where it was
+    given.
+
+    Args:
+        mask: of the sequence, -100 where a token was given.
+        of_turns: of all turns of the conversation. A sequence whose history was rewritten holds the
+            last of them only.
+    """
+    runs = sampled_runs(mask)
+    numbers = [0.0] * len(mask)
+    if runs:
+        for (begin, end), number in zip(runs, of_turns[-len(runs) :], strict=True):
+            numbers[begin:end] = [number] * (end - begin)
+    return numbers
+
 
 __all__ = ["Conversation", "Grade", "MultiTurnConfig", "MultiTurnEnv", "Step", "Turn"]
 

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.responses import Call, Problem
-from atroposlib.utils.jsonl import as_plain
+from atroposlib.wire import as_plain
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import orjson
 
 from atroposlib.errors import EnvironmentFailure
 from atroposlib.utils.files import KeptLines, cannot_write, write_whole
-from atroposlib.wire import unstorable
+from atroposlib.wire import as_plain, encode, unstorable
 
 logger = logging.getLogger(__name__)
 
@@ -37,27 +37,6 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MARK = 256
 """Bytes at the beginning and before the offset that a follower compares: they differ in a file that
 was rewritten in place."""
-
-
-def as_plain(value: Any) -> Any:
-    """Environments put numpy scalars, pydantic models and sets into their groups."""
-    for method in ("model_dump", "tolist", "item"):
-        if hasattr(value, method):
-            return getattr(value, method)()
-    if isinstance(value, set | frozenset):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r:.80}")
-
-
-def encode(value: Any) -> bytes:
-    """JSON of a value.
-
-    Raises:
-        TypeError: it holds something that JSON cannot.
-    """
-    return orjson.dumps(
-        value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=as_plain
-    )
 
 
 def encode_repaired(value: Any, indent: bool = False) -> bytes:

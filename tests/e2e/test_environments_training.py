@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs.turn_rewards import sampled_runs
+from atroposlib.envs.multi_turn import sampled_runs
 from atroposlib.wire import PROMPT_MASK
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.launcher import roles

@@ -1,44 +1,413 @@
-"""The command line of an environment file: `serve` (the default), `process` and `evaluate`."""
+"""The command line of an environment file: `serve` (the default), `process` and `evaluate`, and the
+settings that flags and a YAML file give it.
+"""
 
 import argparse
 import asyncio
+import difflib
+import functools
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import httpx
 import openai
 import yaml
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from atroposlib.envs.config import ENV_NAMESPACE, OPENAI_NAMESPACE
-from atroposlib.envs.runner.settings import (
-    Settings,
-    flag_names,
-    flag_parser,
-    merge,
-    parse_flags,
-    read_config,
+from atroposlib.command_line import add_flags
+from atroposlib.envs.config import (
+    ENV_NAMESPACE,
+    NAMESPACE_SEP,
+    OPENAI_NAMESPACE,
+    SERVER_MANAGER_NAMESPACE,
+    BaseEnvConfig,
 )
-from atroposlib.envs.runner.state import as_list
+from atroposlib.envs.runner.items import as_list
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.client import describe
-from atroposlib.inference.server_manager import APIServerConfig, FleetFollower
+from atroposlib.inference.server_manager import (
+    APIServerConfig,
+    FleetFollower,
+    ServerBaseline,
+    ServerManagerConfig,
+)
 from atroposlib.utils.files import disk_refusal
 from atroposlib.utils.jsonl import replace_file
 from atroposlib.utils.log_lines import LogLines
+from atroposlib.utils.yaml_files import YamlError, load_yaml, read_yaml
 from atroposlib.web.addresses import proxy_trouble
-from atroposlib.web.keys import SERVICE_KEY, given_or_variable, open_settings
+from atroposlib.web.keys import (
+    SERVICE_KEY,
+    all_settings,
+    given_or_variable,
+    is_secret,
+    open_settings,
+)
+
+logger = logging.getLogger(__name__)
+
+MISSPELT = 0.8
+"""An unknown key that is so much like a known one (difflib's ratio) is a misspelt one."""
+OF_OTHER_PROGRAMS = ("tinker",)
+"""Top-level keys of a YAML file that are for other programs that read the same file."""
+
+
+Servers = ServerBaseline | APIServerConfig | list[APIServerConfig]
+
+
+@dataclass
+class Settings:
+    """Everything an environment is constructed with."""
+
+    env: BaseEnvConfig
+    servers: Servers
+    manager: ServerManagerConfig
+    more: dict[str, Servers] = field(default_factory=dict)
+
+
+@dataclass
+class Given:
+    """The user's settings, by namespace. Values from flags are still text."""
+
+    env: dict[str, Any] = field(default_factory=dict)
+    openai: dict[str, Any] = field(default_factory=dict)
+    manager: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)
+    config: str | None = None
+
+
+def models_of(env_cls: type[BaseModel], more: Iterable[str] = ()) -> dict[str, type[BaseModel]]:
+    """Return the settings of each namespace. `more`: namespaces of servers beside `openai`."""
+    return {
+        ENV_NAMESPACE: env_cls,
+        **dict.fromkeys((OPENAI_NAMESPACE, *more), APIServerConfig),
+        SERVER_MANAGER_NAMESPACE: ServerManagerConfig,
+    }
+
+
+def flags_of(namespace: str, name: str) -> list[str]:
+    """Return the flags of a setting. A setting of the server manager has a short one first."""
+    flag = f"--{namespace}{NAMESPACE_SEP}{name}"
+    return [f"--{name}", flag] if namespace == SERVER_MANAGER_NAMESPACE else [flag]
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser whose errors are `UsageError`s, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+def flag_parser(
+    env_cls: type[BaseModel],
+    more: Iterable[str] = (),
+    defaults: Mapping[str, BaseModel] | None = None,
+    **texts: Any,
+) -> FlagParser:
+    """Return a parser of all flags, whose values stay text.
+
+    Args:
+        env_cls: the environment's settings.
+        more: namespaces of servers beside `openai`.
+        defaults: settings whose values the help shows, by namespace.
+        texts: of the help, as argparse takes them.
+    """
+    parser = FlagParser(add_help=False, allow_abbrev=False, **texts)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these settings")
+    for namespace, model in models_of(env_cls, more).items():
+        flags = functools.partial(flags_of, namespace)
+        shown_settings = (defaults or {}).get(namespace)
+        add_flags(parser, model, flags, shown_settings, nargs="?", const="true", metavar="BOOL")
+    return parser
+
+
+def parse_flags(arguments: list[str], env_cls: type[BaseModel], more: Iterable[str] = ()) -> Given:
+    """Read `--env.group_size 8`, `--env.group_size=8` and, for booleans, a bare `--env.use_wandb`.
+
+    Dashes and underscores in names are the same. The word None stands for no value.
+
+    Raises:
+        UsageError: an unknown flag (with the nearest known one), a stray word, or a missing value.
+    """
+    given = Given(more={namespace: {} for namespace in more})
+    by_namespace = {ENV_NAMESPACE: given.env, OPENAI_NAMESPACE: given.openai, "": given.manager}
+    by_namespace |= given.more
+    values, rest = flag_parser(env_cls, given.more).parse_known_args(map(underscored, arguments))
+    if rest:
+        flag = rest[0].partition("=")[0]
+        if not flag.startswith("--"):
+            raise UsageError(
+                f"{flag!r} is neither a command (serve, process, evaluate) nor the value of a flag"
+            )
+        known = flag_names(env_cls, given.more)
+        near = nearest(flag.removeprefix("--"), known, "--")
+        raise UsageError(f"unknown flag {flag}{near}; --help lists all flags")
+    for flag, value in vars(values).items():
+        namespace, _, name = flag.rpartition(NAMESPACE_SEP)
+        by_namespace[namespace][name] = None if value == "None" else value
+    given.config = given.manager.pop("config")
+    return given
+
+
+def underscored(word: str) -> str:
+    """Write `_` for `-` in the name of a flag."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+
+
+def flag_names(env_cls: type[BaseModel], more: Iterable[str] = ()) -> list[str]:
+    """Return the names of all flags, without dashes."""
+    flags = [
+        flag.removeprefix("--")
+        for namespace, model in models_of(env_cls, more).items()
+        for name in model.model_fields
+        for flag in flags_of(namespace, name)
+    ]
+    return ["config", *flags]
+
+
+def nearest(name: str, names: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
+    """` (did you mean X?)`, or nothing when no known name is near."""
+    names = list(names)
+    bare = {entry.rpartition(NAMESPACE_SEP)[2]: entry for entry in reversed(names)}
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    matches = matches or difflib.get_close_matches(
+        name.rpartition(".")[2], bare, n=1, cutoff=cutoff
+    )
+    if not matches:
+        return ""
+    return f" (did you mean {prefix}{bare.get(matches[0], matches[0])}?)"
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return the content of a YAML file.
+
+    Raises:
+        UsageError: the file cannot be read, is not YAML, or does not hold a table of keys.
+    """
+    try:
+        content = read_yaml(Path(path))
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from error
+    except YamlError as error:
+        raise UsageError(f"--config {path}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(
+            f"--config {path}: must hold keys such as `env:` and `openai:`, not a {type(content).__name__}"
+        )
+    return content
+
+
+def known_keys(
+    content: Any, names: Iterable[str], where: str, cutoff: float | None = None
+) -> dict[str, Any]:
+    """Return a table of settings; empty for None.
+
+    Args:
+        content: from the YAML file.
+        names: the known keys.
+        where: the place of the table, for messages.
+        cutoff: keys that are less like a known key than this (difflib's ratio) are left out with a
+            warning, because files written for Atropos have such keys. None: each is an error.
+
+    Raises:
+        UsageError: it is not a table, or has an unknown key.
+    """
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"{where} must hold keys and values, not {content!r:.60}")
+    fields = set(names)
+    foreign = [key for key in content if key not in fields]
+    for key in foreign:
+        near = nearest(str(key), fields, cutoff=cutoff or 0.6)
+        if near or cutoff is None:
+            raise UsageError(f"unknown key {key!r} in {where}{near}")
+    if foreign:
+        logger.warning(
+            "%s has settings that do not exist, and they are ignored: %s",
+            where,
+            ", ".join(map(str, foreign)),
+        )
+    return {key: value for key, value in content.items() if key in fields}
+
+
+def yaml_tables(
+    yaml_content: Mapping[str, Any], env_cls: type[BaseEnvConfig], more: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a YAML file's content, its environment settings, and its settings of the server manager.
+
+    Args:
+        more: namespaces of servers beside `openai`.
+
+    Raises:
+        UsageError: an unknown key.
+    """
+    manager_fields = ServerManagerConfig.model_fields
+    top = {
+        ENV_NAMESPACE,
+        OPENAI_NAMESPACE,
+        SERVER_MANAGER_NAMESPACE,
+        *manager_fields,
+        *OF_OTHER_PROGRAMS,
+        *more,
+    }
+    content = known_keys(dict(yaml_content), top, "the YAML file")
+    env = known_keys(
+        content.get(ENV_NAMESPACE),
+        env_cls.model_fields,
+        f"`{ENV_NAMESPACE}` of the YAML file",
+        MISSPELT,
+    )
+    manager = known_keys(
+        content.get(SERVER_MANAGER_NAMESPACE),
+        manager_fields,
+        f"`{SERVER_MANAGER_NAMESPACE}` of the YAML file",
+    )
+    return content, env, manager | {key: content[key] for key in manager_fields if key in content}
+
+
+def merge(
+    default_env: BaseEnvConfig,
+    default_servers: Servers,
+    given: Given,
+    yaml_content: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    more: Mapping[str, Servers | None] | None = None,
+) -> Settings:
+    """Put the sources together.
+
+    Args:
+        default_env: from `config_init`, as `default_servers`.
+        given: the flags.
+        yaml_content: the YAML file, or an empty table.
+        overrides: what a command changes in the environment's defaults, under YAML and flags.
+        more: defaults of servers beside `openai`, by their namespace; None where there are none
+            unless they are given.
+
+    Raises:
+        UsageError: an unknown key or a value that does not validate.
+    """
+    more = more or {}
+    content, yaml_env, yaml_manager = yaml_tables(yaml_content, type(default_env), more)
+    env = validated(
+        type(default_env),
+        all_settings(default_env) | dict(overrides or {}) | yaml_env | given.env,
+        ENV_NAMESPACE,
+    )
+    servers = merged_servers(
+        default_servers, content.get(OPENAI_NAMESPACE), given.openai, OPENAI_NAMESPACE
+    )
+    beside = {
+        namespace: merged_servers(
+            default or APIServerConfig(),
+            content.get(namespace),
+            given.more.get(namespace, {}),
+            namespace,
+        )
+        for namespace, default in more.items()
+        if default is not None or content.get(namespace) or given.more.get(namespace)
+    }
+    manager = validated(ServerManagerConfig, yaml_manager | given.manager, SERVER_MANAGER_NAMESPACE)
+    return Settings(env=env, servers=servers, manager=manager, more=beside)
+
+
+def merged_servers(
+    default: Servers, in_yaml: Any, flags: dict[str, Any], namespace: str
+) -> Servers:
+    """The servers of one namespace: flags over YAML over the environment's own.
+
+    Raises:
+        UsageError: a value that does not validate, or a key that is a known one, misspelt.
+    """
+    in_yaml = in_yaml or []
+    entries = [
+        known_keys(entry, APIServerConfig.model_fields, f"`{namespace}` of the YAML file", MISSPELT)
+        for entry in as_list(in_yaml)
+    ]
+    single: dict[str, Any] = {}
+    if len(as_list(default)) == 1:
+        single = all_settings(as_list(default)[0])
+    if len(entries) == 1:
+        single |= entries[0]
+    single |= flags
+    validated(APIServerConfig, single, namespace)
+    for entry in entries:
+        validated(APIServerConfig, entry, namespace)
+    several: list[APIServerConfig] = []
+    if len(entries) > 1:
+        several = [APIServerConfig(**entry) for entry in entries]
+    elif isinstance(default, list) and len(default) > 1 and not any(entries):
+        several = default
+    if several and flags:
+        raise UsageError(
+            f"--{namespace}{NAMESPACE_SEP}{min(flags)}: {len(several)} servers are configured, "
+            f"so set it in the YAML file's `{namespace}` list"
+        )
+    if several:
+        return several
+    if type(default) is ServerBaseline and not any(entries) and not flags:
+        return default
+    server = APIServerConfig(**single)
+    if isinstance(default, APIServerConfig):
+        return server
+    return [server]
+
+
+def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:
+    """An instance of the model; text from flags is turned into the fields' types, lists and tables
+    being YAML.
+
+    Raises:
+        UsageError: the first value that does not fit, by the name of its flag.
+    """
+    try:
+        return model(**values)
+    except ValidationError as first:
+        # A flag is text: where the field wants a list or a table, the text is read as YAML.
+        wrong = {
+            str(error["loc"][0])
+            for error in first.errors()
+            if error["loc"] and isinstance(error["input"], str)
+        }
+        as_yaml = dict(values)
+        for name in wrong & values.keys():
+            if isinstance(values[name], str):
+                try:
+                    as_yaml[name] = load_yaml(values[name])
+                except YamlError:
+                    as_yaml[name] = values[name]
+        try:
+            return model(**as_yaml)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            flag = NAMESPACE_SEP.join([namespace, *(str(part) for part in problem["loc"])])
+            message = problem["msg"].removeprefix("Value error, ")
+            # A whole model's input holds its keys too.
+            hidden = not problem["loc"] or is_secret(
+                str(problem["loc"][0]), model.model_fields.get(str(problem["loc"][0]))
+            )
+            value = f" {problem['input']!r:.80}"
+            if hidden:
+                value = ""
+            # Not `from error`: a traceback would show the input.
+            raise UsageError(f"--{flag}{value}: {message}") from None
+
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
 
-logger = logging.getLogger(__name__)
 
 COMMANDS = {
     "serve": "make rollouts for a trainer until it is done (the default)",

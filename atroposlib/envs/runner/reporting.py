@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from atroposlib.envs.runner.connections import Connections
-from atroposlib.envs.runner.state import Author, RunState, label_of
+from atroposlib.envs.runner.state import Author, Connections, RunState, label_of
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.inference.client import MODEL_NOT_NAMED
 from atroposlib.inference.generation import VersionRecord, current_versions
@@ -46,7 +45,8 @@ class Reports:
         self.state, self.connections, self.author = state, connections, author
         self.evaluations_taken = True
         """Until the rollout service says that it does not."""
-        self._wandb: Any = None
+        self.wandb: Any = None
+        """The module, once there is a W&B run."""
         self._metrics_writer: KeptLines | None = None
 
     @property
@@ -63,7 +63,7 @@ class Reports:
         if not self.state.config.use_wandb:
             return
         try:
-            self._wandb = importlib.import_module("wandb")
+            self.wandb = importlib.import_module("wandb")
         except ModuleNotFoundError as error:
             raise UsageError(
                 "--env.use_wandb is set but wandb is not installed: pip install wandb, or --env.use_wandb false"
@@ -73,7 +73,7 @@ class Reports:
         if notice:
             logger.info("%s", notice)
         suffix = "".join(random.choices(string.ascii_lowercase, k=6))
-        self._wandb.init(
+        self.wandb.init(
             project=project,
             group=group,
             name=f"{self.label}-{datetime.now():%Y-%m-%d}-{suffix}",
@@ -103,14 +103,14 @@ class Reports:
             self._write_metrics(
                 {"time": time.time(), "step": self.state.curr_step} | metrics | server_metrics
             )
-        if self._wandb is not None:
+        if self.wandb is not None:
             metrics = await self.author.create_rollout_table(metrics)
             if self.state.wandb_prepend is not None:
                 metrics = {
                     f"{self.state.wandb_prepend}_{key}": value for key, value in metrics.items()
                 }
             # Servers are shared by environments, so their metrics carry no environment's name.
-            self._wandb.log(metrics | server_metrics, step=self.state.curr_step)
+            self.wandb.log(metrics | server_metrics, step=self.state.curr_step)
         self.state.rollouts_for_wandb = []
 
     def _write_metrics(self, row: dict[str, Any]) -> None:
@@ -162,8 +162,6 @@ class Reports:
 
     def keep_rollouts(self, scored_data: Any) -> None:
         """Keep some rollouts of a group for the table in W&B."""
-        if self._wandb is None:
-            return
         rows = list(zip(scored_data["tokens"], scored_data["scores"], strict=False))
         keep = self.state.config.num_rollouts_per_group_for_logging
         if keep >= 0:
@@ -174,8 +172,8 @@ class Reports:
 
     def add_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
         """Add the kept rollouts as a table."""
-        if self.state.rollouts_for_wandb and self._wandb is not None:
-            table = self._wandb.Table(columns=["text", "score"])
+        if self.state.rollouts_for_wandb and self.wandb is not None:
+            table = self.wandb.Table(columns=["text", "score"])
             for group in self.state.rollouts_for_wandb:
                 for row in group:
                     table.add_data(*row)
@@ -290,8 +288,8 @@ class Reports:
         for writer in (self.state.jsonl_writer, self._metrics_writer):
             if writer is not None:
                 writer.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        if self.wandb is not None:
+            self.wandb.finish()
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:

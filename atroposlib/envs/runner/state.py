@@ -1,14 +1,26 @@
-"""The state of a run that the runner's parts share."""
+"""The state of a run and its connections to the servers around it, which all parts of the runner share."""
 
 import asyncio
+import logging
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import httpx
 
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.runner.exact_resume import ItemPosition
+from atroposlib.errors import InferenceUnavailable
+from atroposlib.inference.chat_template import load_tokenizer, require_chat_template
+from atroposlib.inference.client import MODEL_NOT_NAMED, APIServer, OpenAIRoutes, OpenAIServer
+from atroposlib.inference.server_manager import ServerManager
+from atroposlib.inference.teacher_client import TeacherServer
+from atroposlib.service_client import RolloutServiceClient
 from atroposlib.type_definitions import Item
 from atroposlib.utils.jsonl import JsonLinesWriter
+from atroposlib.utils.waiting import Patience
+from atroposlib.web.keys import SERVICE_KEY, bearer, given_or_variable
 from atroposlib.wire import DropCounter
 
 if TYPE_CHECKING:
@@ -16,8 +28,6 @@ if TYPE_CHECKING:
 else:
     Author = Any
 """The environment, whose methods the parts call: an override holds wherever they are called."""
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -36,10 +46,6 @@ class RunningItem:
     worker: asyncio.Task[Any]
     position: ItemPosition | None
     collected: bool = False
-
-    def mark_collected(self) -> None:
-        """Record that all responses are sampled."""
-        self.collected = True
 
 
 class RunState:
@@ -82,58 +88,148 @@ class RunState:
         self.process_mode = False
 
 
-class View(Generic[T]):
-    """An attribute of an environment that shows an attribute of a part of its runner.
-
-    Before `BaseEnv.__init__` it is an ordinary attribute, which `__init__` then hides.
-
-    Args:
-        part: the runner's part, such as `state`.
-    """
-
-    def __init__(self, part: str) -> None:
-        self.part = part
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-
-    def __get__(self, instance: object | None, owner: type) -> Self | T:
-        if instance is None:
-            return self
-        if (runner := instance.__dict__.get("_runner")) is not None:
-            return getattr(getattr(runner, self.part), self.name)
-        if self.name not in instance.__dict__:
-            raise AttributeError(
-                f"{owner.__name__}.{self.name} is set by BaseEnv.__init__: call super().__init__() first"
-            )
-        return instance.__dict__[self.name]
-
-    def __set__(self, instance: object, value: T) -> None:
-        if (runner := instance.__dict__.get("_runner")) is not None:
-            setattr(getattr(runner, self.part), self.name, value)
-        else:
-            instance.__dict__[self.name] = value
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return a list as it is, and anything else as a list of one entry."""
-    if isinstance(value, list):
-        return value
-    return [value]
-
-
-async def take_item(state: RunState, author: Author) -> Item:
-    """Return the item to begin now: of the backlog, else a new one."""
-    if state.backlog:
-        return state.backlog.pop()
-    return await author.next_item()
-
-
 def label_of(author: Author, config: BaseEnvConfig) -> str:
     """Return the environment's name for the service and W&B."""
     return config.wandb_name or author.name or type(author).__name__
+
+
+logger = logging.getLogger(__name__)
+
+
+class Connections:
+    """Clients of the servers around an environment, and their tokenizer.
+
+    Args:
+        state: the run; its configuration has the addresses.
+        author: the environment.
+        server: the inference servers.
+    """
+
+    def __init__(self, state: RunState, author: Author, server: ServerManager):
+        self.state, self.author, self.server = state, author, server
+        self.loaded_tokenizer: Any = None
+        """None until the tokenizer is needed."""
+        self.more_servers: list[ServerManager] = []
+        """Other servers of the environment, closed with it."""
+        for each in server.servers:
+            if isinstance(each, APIServer):
+                each.pool.outage_timeout = state.config.service_timeout
+
+    @cached_property
+    def service(self) -> RolloutServiceClient:
+        """The connection to the rollout service, made on first use."""
+        config = self.state.config
+        key = given_or_variable(config.rollout_server_api_key, SERVICE_KEY)
+        return RolloutServiceClient(config.rollout_server_url, config.service_timeout, key)
+
+    @cached_property
+    def teacher(self) -> TeacherServer | None:
+        """The connection to the teacher of `--env.teacher_url`, made on first use; None without one."""
+        config = self.state.config
+        if not config.teacher_url:
+            return None
+        return TeacherServer(
+            config.teacher_url,
+            config.teacher_model_name,
+            given_or_variable(config.teacher_api_key, None),
+            config.teacher_timeout,
+            config.teacher_max_requests,
+        )
+
+    # ---- tokenizer
+    # ----------------------------------------------------------------------------------------------------
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer, loaded on first use."""
+        if self.loaded_tokenizer is None:
+            self.use_tokenizer(load_tokenizer(self._tokenizer_name() or self.served_model()))
+        return self.loaded_tokenizer
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Use this tokenizer, here and in servers that have none."""
+        self.loaded_tokenizer = tokenizer
+        for server in self.server.servers:
+            if getattr(server, "tokenizer", self) is None:
+                server.tokenizer = tokenizer
+
+    def _tokenizer_name(self) -> str | None:
+        """The tokenizer that a flag or the configuration names, or None for the served model's."""
+        of_server = getattr(getattr(self.server.servers[0], "config", None), "tokenizer_name", None)
+        named = None if of_server in MODEL_NOT_NAMED else of_server
+        return self.state.config.tokenizer_name or named
+
+    def served_model(self) -> str:
+        """Ask the inference server for its model. Blocks until the server answers, for
+        `service_timeout` at most.
+        """
+        server = self.server.servers[0]
+        if server.config.model_name not in MODEL_NOT_NAMED:
+            return server.config.model_name
+        patience = Patience(
+            f"inference server at {server.root_url}",
+            self.state.config.service_timeout,
+            InferenceUnavailable,
+            logger,
+            "start it, or pass --openai.base_url or --env.tokenizer_name",
+        )
+        while True:
+            server = self.server.pick()
+            try:
+                response = httpx.get(
+                    f"{server.openai_url}/models",
+                    headers=bearer(server.api_key),
+                    timeout=10.0,
+                    trust_env=server.honours_proxies,
+                )
+                response.raise_for_status()
+                return response.json()["data"][0]["id"]
+            except (httpx.HTTPError, LookupError, ValueError) as error:
+                patience.wait_blocking(
+                    f"{server.openai_url}/models names no model ({type(error).__name__})"
+                )
+
+    # ---- waiting and closing
+    # ------------------------------------------------------------------------------------------
+
+    async def wait_for_inference(self) -> None:
+        """Wait until an inference server answers, and load the tokenizer."""
+        await self.server.wait_until_well()
+        name, server = self._tokenizer_name(), self.server.pick()
+        # An endpoint that gives text only may serve a model whose tokenizer cannot be downloaded:
+        # load it when it is used.
+        text_only = isinstance(server, OpenAIServer)
+        if name is None and isinstance(server, OpenAIRoutes) and not text_only:
+            try:
+                name = await server.model()
+            except httpx.HTTPError as error:
+                raise InferenceUnavailable(
+                    f"inference server at {server.root_url}: /v1/models failed ({error}); pass --env.tokenizer_name"
+                ) from error
+        if name is not None and self.loaded_tokenizer is None:
+            # Loading takes seconds: not in the event loop, where a signal to stop would have to
+            # wait for it.
+            self.use_tokenizer(await asyncio.to_thread(load_tokenizer, name))
+        if self.loaded_tokenizer is not None and self.author.sends_chats:
+            require_chat_template(self.loaded_tokenizer)
+
+    async def wait_for_teacher(self) -> None:
+        """Wait until the teacher answers, if there is one, and check that its tokens are ours.
+
+        Raises:
+            EnvironmentFailure: it does not come, has another vocabulary, or does not score.
+        """
+        if self.teacher is not None:
+            self.teacher.tokenizer = self.loaded_tokenizer or await asyncio.to_thread(
+                lambda: self.author.tokenizer
+            )
+            await self.teacher.start()
+            logger.info("teacher at %s: same vocabulary, it scores", self.teacher.root_url)
+
+    async def close(self) -> None:
+        """Close the connections to inference servers and teacher."""
+        for manager in (self.server, *self.more_servers):
+            await manager.close()
+        # The teacher is forgotten, so that a later use connects again.
+        teacher = self.__dict__.pop("teacher", None)
+        if teacher is not None:
+            await teacher.close()

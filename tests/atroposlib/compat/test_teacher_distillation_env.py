@@ -11,8 +11,7 @@ from atroposlib.compat.teacher_distillation_env import (
     TeacherDistillationConfig,
     TeacherDistillationEnv,
 )
-from atroposlib.envs.runner.command_line import more_servers
-from atroposlib.envs.runner.settings import merge, parse_flags
+from atroposlib.envs.runner.command_line import merge, more_servers, parse_flags
 from atroposlib.errors import UsageError
 from atroposlib.inference.client import APIServerConfig
 

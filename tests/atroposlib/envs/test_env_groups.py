@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.jsonl import encode
 from atroposlib.wire import (
+    encode,
     group_from_items,
     response_lengths,
     scores_equal,

@@ -17,8 +17,7 @@ import yaml
 from pydantic import Field, SecretStr
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
-from atroposlib.envs.runner.command_line import main
-from atroposlib.envs.runner.settings import merge, parse_flags, read_config
+from atroposlib.envs.runner.command_line import main, merge, parse_flags, read_config
 from atroposlib.errors import UsageError
 from atroposlib.inference.proxy_client import create_proxy_session
 from atroposlib.inference.server_manager import ServerManager, at_url

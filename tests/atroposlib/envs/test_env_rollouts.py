@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.runner.serve import crossed
+from atroposlib.envs.runner.runner import crossed
 from atroposlib.errors import RolloutFailure
 from atroposlib.inference.generation import current_versions
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response, run

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.runner.rollout import say_that_sampling_differs
+from atroposlib.envs.runner.items import say_that_sampling_differs
 from atroposlib.inference.client import APIServerConfig, VLLMServer
 from atroposlib.inference.generation import (
     Generation,

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.config import EvalHandlingEnum
-from atroposlib.envs.runner.settings import Given, merge, parse_flags, read_config
+from atroposlib.envs.runner.command_line import Given, merge, parse_flags, read_config
 from atroposlib.errors import UsageError
 
 

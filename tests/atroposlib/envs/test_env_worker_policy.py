@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.config import EvalHandlingEnum
-from atroposlib.envs.runner.workers import (
+from atroposlib.envs.runner.items import (
     QueueState,
     WorkerLimits,
     allowed_workers,

@@ -123,7 +123,7 @@ async def test_a_trainer_that_does_more_steps_than_it_said_is_not_left(
 ) -> None:
     """It was resumed with more steps: each of them begins the wait anew."""
     now = [0.0]
-    monkeypatch.setattr("atroposlib.envs.runner.serve.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("atroposlib.envs.runner.runner.time.monotonic", lambda: now[0])
     env = idle(
         serving_env(
             *({"current_step": step, "run_ended": False} for step in range(3, 9)),
@@ -172,8 +172,8 @@ async def test_the_service_waits_for_the_trainer_where_nothing_else_can_happen(
         await released.wait()
 
     env.handle_env = sampling
-    monkeypatch.setattr("atroposlib.envs.runner.serve.MIN_POLL_SECONDS", 0.0)
-    monkeypatch.setattr("atroposlib.envs.runner.serve.POLL_SECONDS", 0.25)
+    monkeypatch.setattr("atroposlib.envs.runner.runner.MIN_POLL_SECONDS", 0.0)
+    monkeypatch.setattr("atroposlib.envs.runner.runner.POLL_SECONDS", 0.25)
     for _ in range(3):  # nothing is wanted; two groups are; they are in work
         assert not await env._runner.serving.one_round()
         await env._runner.serving._rest()

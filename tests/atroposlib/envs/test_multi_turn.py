@@ -13,8 +13,14 @@ import psutil
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.multi_turn import Conversation, Grade, MultiTurnConfig, MultiTurnEnv, Step
-from atroposlib.envs.turn_rewards import sampled_runs
+from atroposlib.envs.multi_turn import (
+    Conversation,
+    Grade,
+    MultiTurnConfig,
+    MultiTurnEnv,
+    Step,
+    sampled_runs,
+)
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.responses import HermesFormat, TaggedFormat
 from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, supervisor_process

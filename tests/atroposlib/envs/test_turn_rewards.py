@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.turn_rewards import (
+from atroposlib.envs.multi_turn import (
     returns_to_go,
     sampled_runs,
     spread_over_tokens,

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from atroposlib.envs.runner.workers import QueueState, WorkerLimits, allowed_workers
+from atroposlib.envs.runner.items import QueueState, WorkerLimits, allowed_workers
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Lease, Registration, ValidatedGroup
 

@@ -17,7 +17,7 @@ import yaml
 
 from atroposlib.cli import run_api
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.runner.settings import parse_flags
+from atroposlib.envs.runner.command_line import parse_flags
 from atroposlib.service.app import make_app
 from atroposlib.service.service import RolloutService
 from atroposlib.service.store import MemoryStore
