@@ -10,7 +10,7 @@ from bench.code_trips import Surroundings, environment_trips
 
 pytestmark = pytest.mark.nightly
 
-MAX_FILES = {"arithmetic_item": 16, "tool_conversation": 17}
+MAX_FILES = {"arithmetic_item": 16, "tool_conversation": 16}
 
 
 def test_an_item_passes_through_few_files(tmp_path: Path) -> None:
