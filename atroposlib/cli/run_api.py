@@ -415,7 +415,8 @@ def main(argv: list[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     sys.setswitchinterval(SWITCH_INTERVAL)
-    asyncio.run(server.serve(sockets=[sock]))
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[sock]))
     logger.info("stopped")
 
 
