@@ -1,5 +1,5 @@
-"""What tests of several processes share: free ports, processes that cannot outlive the test, and
-waits that fail early.
+"""Shared parts of tests of several processes: free ports, processes that cannot outlive the test,
+and waits that fail early.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from tests.full_disks import KINDS, FullDisk, disk_of_kind  # noqa: E402
 # one another burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# What the tests themselves ask their servers goes through no proxy.
+# The tests' own requests to their servers go through no proxy.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
 # A client of httpx reads all authorities of its machine when it is made, which takes longer than
-# most of what it then does. From a folder they are read when they are needed: by nobody here.
+# most of what it then does. From a folder they are read only when they are needed.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.environ.get("SSL_CERT_DIR") or "/etc/ssl/certs"
-# PyTorch asks for the name of whom it connects to, once in each process. A name server that is
-# there and does not answer would cost it 10 seconds (resolv.conf(5)), more than many a test gives a
-# peer to come.
+# PyTorch looks up the name of its peer, once in each process. A name server that is there and does
+# not answer would cost it 10 seconds (resolv.conf(5)), more than many a test gives a peer to come.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-# Nothing is asked of a hub or told to anybody: without a network each such question takes a minute
-# of retries, and with one the outcome would depend on it.
+# No hub and no telemetry server is contacted: without a network each such request takes a minute of
+# retries, and with one the outcome would depend on it.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # The time of an example depends on the load of the machine, so it has no limit. Each run draws the
 # same examples, so that a change that passed once passes everywhere.
@@ -303,7 +302,7 @@ def session_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proc
 
 @pytest.fixture(scope="session")
 def free_port() -> Iterator[Callable[[], int]]:
-    """A function that returns a TCP port which nobody uses, another one each time."""
+    """Return a function that returns an unused TCP port, another one each time."""
     with PortReservations() as ports:
         yield ports.pick
 

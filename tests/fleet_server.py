@@ -11,8 +11,8 @@ python -m tests.fleet_server            reads lines of JSON from stdin, and answ
     {"do": "signal", "pid": 123, "number": 9}                          → {}
     {"do": "wait", "pid": 123}                                         → {"status": -9}   when it has ended
 
-`start` may also say to which `address` the server listens, how many bytes a `bucket` has, and of
-which `model` (a folder with a config.json) it is, on which `device` and in which `dtype`.
+`start` may also name the `address` of the server, the bytes of a `bucket`, its `model` (a folder
+with a config.json), its `device` and its `dtype`.
 
 A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST
 /test/fault {"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens
@@ -100,7 +100,7 @@ def _stand_in_for_vllm() -> None:
 
 
 class Fault:
-    """What happens next, and where."""
+    """The next fault, and its place."""
 
     def __init__(self) -> None:
         self.at = self.do = ""
@@ -163,7 +163,7 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
             ):
                 if fault.come_to("commit") == "lie":
                     self.spoilt = told["version"]
-                if self.spoilt == told["version"]:  # whoever asks
+                if self.spoilt == told["version"]:  # any caller
                     told["checksum"] = "falsified"
             return told
 
@@ -179,12 +179,12 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
 
 
 def fault_seconds() -> float:
-    """How long something that is slow takes."""
+    """Seconds of something slow."""
     return float(os.environ.get("FLEET_SLOW_SECONDS", "4"))
 
 
 class Engine(StillEngine):
-    """vLLM's AsyncLLM, of which one worker steps while nothing pauses it."""
+    """vLLM's AsyncLLM, one worker of which steps while nothing pauses it."""
 
     def __init__(self, worker: Any) -> None:
         super().__init__(lambda method, args: [getattr(worker, method)(*args)], self._go_on)
@@ -346,8 +346,8 @@ def die_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Start and signal servers and trainers, as told line by line, until stdin ends; then they end
-    too.
+    """Start and signal servers and trainers, by commands line by line, until stdin ends; then they
+    end too.
 
     They end however this process does: a person's Ctrl-C is a signal to it as well, and none to
     them.
@@ -374,7 +374,7 @@ def main() -> None:
         answer: dict[str, Any] = {}
         if told["do"] in roles:
             if told["do"] == "parameter server":
-                import example_trainer.parameter_server.serving  # noqa: F401 - likewise
+                import example_trainer.parameter_server.serving  # noqa: F401 - as above
 
             pid = os.fork()
             if pid == 0:

@@ -7,9 +7,10 @@ the middle of an update:
     {"do": "train", "ports": [9001, 9002], "rendezvous": 29500, "transfer": "direct", "folder": "/tmp/x", "bucket": 1024,
      "fault": {"version": 2, "buckets": 1, "signal": 9}}       which it gives itself once so many buckets of that version have
                                                                been sent; or
-     "fault": {"version": 2, "at": "commit", "signal": 19}}    when all of them have, before it asks anybody to commit
+     "fault": {"version": 2, "at": "commit", "signal": 19}}    when all of them have, before it asks
+     any to commit
     and "timeout": 20                                          as its servers' "timeout"
-        "device": "cuda:0"                                     where its weights are; a CPU if nothing is said
+        "device": "cuda:0"                                     of its weights; a CPU by default
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Trainer:
         return time.monotonic() - begun
 
     def look_after(self) -> None:
-        """What training does while it waits for rollouts."""
+        """The work of training while it waits for rollouts."""
         if self.bridge.server_restarted():
             self.bridge.keep_serving(lambda: None)
 

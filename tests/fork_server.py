@@ -1,6 +1,7 @@
 """The process that has imported what commands import, and forks them (tests/forked_commands.py).
 
-python -m tests.fork_server KIND LIFELINE LISTENER   forks commands of a kind, as it is told, until the lifeline is closed
+python -m tests.fork_server KIND LIFELINE LISTENER   forks commands of a kind, on request, until the
+lifeline is closed
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ForkedGuard(Guard):
 
 
 def wait_for(child: int, connection: socket.socket) -> int:
-    """Wait for a child to end, and kill it if whoever asked for it ends before.
+    """Wait for a child to end, and kill it if its client ends before.
 
     Returns its exit status.
     """
@@ -58,7 +59,7 @@ def wait_for(child: int, connection: socket.socket) -> int:
     watch.register(ended, select.POLLIN)
     watch.register(
         connection, 0
-    )  # its end is told in any case; what comes through it is for the process that forks
+    )  # its end is reported in any case; data from it is for the process that forks
     if ended not in dict(watch.poll()):
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -67,7 +68,7 @@ def wait_for(child: int, connection: socket.socket) -> int:
 def keep(
     told: dict[str, Any], connection: socket.socket, log: int, status: int, *others: int
 ) -> None:
-    """Keep one command until it has ended, under a guard if there is a control pipe, and tell its
+    """Keep one command until it has ended, under a guard if there is a control pipe, and report its
     exit status.
 
     Args:
@@ -106,15 +107,15 @@ def keep(
 
 
 def serve(lifeline: socket.socket, listener: socket.socket) -> None:
-    """Fork a process for each message of whoever has connected, which keeps a command, until the
-    lifeline is closed.
+    """Fork a process for each message of a client, which keeps a command, until the lifeline is
+    closed.
 
     Raises:
         Become: this is a forked process, and its command has to be run.
     """
     signal.signal(
         signal.SIGCHLD, signal.SIG_IGN
-    )  # nobody waits for them here: they tell their status through a pipe
+    )  # not waited for here: they report their status through a pipe
     connections: list[socket.socket] = []
     while True:
         ready = select.select([lifeline, listener, *connections], [], [])[0]
@@ -161,7 +162,7 @@ def fork_engines() -> None:
         module.get_mp_context = lambda: context  # type: ignore[attr-defined]
     title = importlib.import_module(
         "setproctitle"
-    )  # finds where titles are kept by an environment that nobody has changed yet
+    )  # finds where titles are kept by an environment that has not changed yet
     title.setproctitle(title.getproctitle())
     # Else a signal to the engine would wake the server, as one to itself.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

@@ -74,4 +74,4 @@ VLLM = (
     "model_hosting_container_standards.sagemaker", "uvicorn.protocols.http.httptools_impl", "multiprocessing.popen_fork",
 )  # fmt: skip
 LATER = {"light": SERVING + LIGHT, "vllm": SERVING + VLLM}
-"""What these commands import only when they are under way."""
+"""Imports of these commands at run time."""

@@ -1,8 +1,8 @@
 """Commands of this project as processes forked from one that has imported what they import, which
 is most of their work.
 
-`Processes.start` (tests/conftest.py) forks those of tests/forkable.py; a command that is not there,
-or in an environment that matters to what is imported, is executed. The forked process is the same
+`Processes.start` (tests/conftest.py) forks the commands of tests/forkable.py; a command that is not
+there, or in an environment that matters to the imports, is executed. The forked process is the same
 program with the same arguments, environment, folder, signals and exit status; its command line in
 `ps` and its place in the tree of processes are others. With FORK_CHILDREN in its environment, what
 it starts as managed processes is forked too.
@@ -52,8 +52,9 @@ LONGEST_MESSAGE = 1 << 17
 """Bytes; arguments and an environment are a few kilobytes."""
 STANDARD_ERROR = 2
 MOST_DESCRIPTORS = 5
-"""Of a command's log, its exit status, its standard input and output, and its guard's control
-pipe."""
+"""File descriptors of a command's log, its exit status, its standard input and output, and its
+guard's control pipe.
+"""
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def end(work: Callable[[], object]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 - shown as the interpreter shows it
         status, interrupted = 1, isinstance(error, KeyboardInterrupt)
         sys.excepthook(type(error), error, error.__traceback__)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for those that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads other than daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -154,8 +155,9 @@ def end(work: Callable[[], object]) -> NoReturn:
 
 
 class Forked:
-    """What subprocess.Popen is for an executed process: its process id, the other ends of its pipes
-    if it has any, and its exit status once it has ended."""
+    """Stands for subprocess.Popen of an executed process: its process id, the other ends of its
+    pipes if it has any, and its exit status once it has ended.
+    """
 
     def __init__(
         self, pid: int, status: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
@@ -196,8 +198,8 @@ class Forked:
 def start_fork_server(
     kind: str, listener: socket.socket
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start the process that imports the modules, and forks for whoever connects to the listener;
-    returns its lifeline too.
+    """Start the process that imports the modules, and forks for clients of the listener; return its
+    lifeline too.
     """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with there:
@@ -308,7 +310,7 @@ class ForkServer:
 
 @functools.cache
 def fork_server(kind: str) -> ForkServer:
-    """That of a kind, asked for when it is first needed."""
+    """Return the fork server of a kind, started when it is first needed."""
     return ForkServer(kind)
 
 

@@ -1,5 +1,4 @@
-"""Stands for Python, where that is what somebody starts: one that has imported already what the
-tests import, forked.
+"""Stands for Python: a process that has imported the tests' modules already, forked.
 
 python tests/forked_python.py -u -c PROGRAM ARGUMENT…
 

@@ -3,8 +3,8 @@ the work of three that do.
 
 python -m tests.forked_ranks SCRIPT ARGUMENTS…
 
-For what ranks say to one another. What torchrun itself does (it is killed, it gets a signal) is
-tested with forked_torchrun.py.
+For messages between ranks. torchrun's own behaviour (it is killed, it gets a signal) is tested with
+forked_torchrun.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from tests.forked_commands import end
 
 RANKS = 2
 OWN_END_SECONDS = 5.0
-"""In which ranks may end by themselves when another has failed, and say why, before they are asked
-to."""
+"""Seconds in which ranks may end by themselves when another has failed, with their reason, before
+they are asked to.
+"""
 
 
 def torchrun_variables(rank: int, port: int) -> dict[str, str]:
-    """What torchrun tells one of its ranks; its store listens on the port."""
+    """Return torchrun's variables for one of its ranks; its store listens on the port."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",

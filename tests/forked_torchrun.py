@@ -31,7 +31,7 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class ForkedRank:
-    """What torchrun wants of subprocess.Popen."""
+    """torchrun's view of subprocess.Popen."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

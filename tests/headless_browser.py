@@ -1,7 +1,7 @@
 """A real Chromium without a window, for tests that look at a page as a person does.
 
-Tests find what they click and read by its role and its name, as a screen reader tells them, and
-wait for what the page says of itself (`data-ready`, `data-connection`). What a page does that
+Tests find links and buttons by role and name, as a screen reader does, and wait for the page's own
+attributes (`data-ready`, `data-connection`). What a page does that
 nobody sees is noted: lines in the console, errors, refusals of its content security policy,
 dialogs, and requests to other hosts. A visit at which any was noted fails.
 """
@@ -38,11 +38,11 @@ SECONDS = 60.0
 WITHIN_PAGE = ("data", "blob", "about")
 """Schemes of addresses that leave for no host."""
 READY = "document.body?.dataset.ready === 'true'"
-"""Said by a page once its first data is drawn."""
+"""Set by a page once its first data is drawn."""
 LIVE = "document.body?.dataset.connection === 'live'"
-"""Said while its stream of events is open."""
+"""Set while its stream of events is open."""
 UNANSWERED = "net::ERR_|Failed to load resource|the service does not answer"
-"""What a page whose service is gone writes to the console; see Visit.expect."""
+"""Console lines of a page whose service is gone; see Visit.expect."""
 TELL_REFUSALS = """document.addEventListener("securitypolicyviolation", (refused) =>
   console.error(`${refused.effectiveDirective} refuses ${refused.blockedURI}: ${refused.sourceFile}:${refused.lineNumber}`));"""
 
@@ -70,7 +70,7 @@ class Visit:
     Attributes:
         page: what is shown, to be used through Playwright's locators.
         origin: `http://HOST:PORT` of the page.
-        noted: what it did that nobody sees and that no test has said to expect.
+        noted: hidden effects that no test has announced.
         requests: every address that it asked for.
     """
 
@@ -138,13 +138,11 @@ class Visit:
             self.page.wait_for_timeout(30)
 
     def expect(self, pattern: str) -> None:
-        """Say that lines which match may be noted at this visit, such as those of a server that the
-        test kills.
-        """
+        """Allow lines that match at this visit, such as errors about a server that the test kills."""
         self._expected.append(re.compile(pattern))
 
     def complaints(self) -> list[str]:
-        """What was noted and not expected."""
+        """Return the unexpected notes."""
         return [
             line
             for line in self.noted

@@ -258,7 +258,7 @@ def counted(hits: Mapping[str, list[tuple[str, Hit]]]) -> dict[str, dict[str, in
 def read_counts(path: Path = COUNTS) -> dict[str, dict[str, int]]:
     """Read the limits.
 
-    Of a line that a merge left in two versions, each kind counts with its greater number.
+    If a merge left a line in two versions, each kind counts with its greater number.
     """
     found: dict[str, dict[str, int]] = {}
     if not path.exists():

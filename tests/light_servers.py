@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Devices:
-    """Where a trainer's weights are, and those of each of its servers: by which routes they go.
+    """Devices of a trainer's weights, and of each of its servers' weights: they decide the routes.
 
     Attributes:
         patience: seconds for which the trainer waits for one of them that is late.
@@ -65,7 +65,7 @@ class Starter:
 
 
 def get_json(url: str, headers: Mapping[str, str] | None = None) -> Any:
-    """What it answers, asked through no proxy. A client that looks for none in its environment
+    """Return its answer, without a proxy. A client that looks for none in its environment
     looks for no authorities there either: it would read all that Certifi knows, which takes longer
     than the question, were it not told to trust anybody."""
     return httpx.get(url, headers=headers, timeout=SOON, trust_env=False, verify=False).json()

@@ -1,5 +1,6 @@
-"""What tests read of files that others still write, and of processes that may end meanwhile: each
-is looked at once, and what is half there or gone is no error."""
+"""Readers of files that others still write, and of processes that may end: each is looked at once,
+and a half-written or missing one is not an error.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 
 def json_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines; none where there is no file yet.
+    """Return the whole lines of a file of JSON lines; an empty list without a file.
 
     The last line may be on its way.
     """
@@ -26,7 +27,7 @@ def command_line(pid: int) -> str:
 
 
 def resident_pages(pids: Iterable[int]) -> int:
-    """Pages of RAM that processes have; those that have ended have none."""
+    """Return the pages of RAM of processes; ended ones have none."""
     return sum(int((_read(pid, "statm").split() or [0, 0])[1]) for pid in pids)
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom.
+"""Allowed imports between packages.
 
 Read from the syntax trees, followed through every module of the project, imports in functions too.
 """
@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("atroposlib", "environments", "example_trainer", "vllm_patching")
-"""What a wheel holds."""
+"""Content of a wheel."""
 PACKAGES = (*PACKAGED, "scripts", "studies")
 UNPACKAGED = ("scripts", "studies", "bench", "tests")
 BELOW_TRAINER = ("launcher", "child_processes")
@@ -91,7 +91,7 @@ SERVER_ROOMS = (
     "protocol",
     "weights",
 )
-"""The rooms of what runs inside vLLM, likewise: `batch_invariant` has a worker of its own."""
+"""Packages that run inside vLLM, in the same way: `batch_invariant` has a worker of its own."""
 SERVICE_ROOMS = (
     "app",
     "routes",
@@ -126,7 +126,7 @@ SDK_ROOMS = (
     "errors",
     "type_definitions",
 )
-"""The rooms around it, likewise. Nothing but the package itself imports `compat`."""
+"""Packages around it, in the same way. Nothing but the package itself imports `compat`."""
 DETACHED = ("vllm_api_server",)
 """Entry points that need nothing of the trainer, and that nothing in it needs."""
 

@@ -73,7 +73,7 @@ def test_what_nobody_sees_is_noted(
         deadline = time.monotonic() + SECONDS
         while not any(line.startswith(noted) for line in seen.complaints()):
             assert time.monotonic() < deadline, seen.noted
-            seen.page.wait_for_timeout(10)  # in which its client hears what the browser tells
+            seen.page.wait_for_timeout(10)  # in which its client gets the browser's messages
         seen.expect("said|thrown|asked|127.0.0.2")
     assert seen.complaints() == []
     assert seen.page.title() == ("quiet" if path == "/quiet" else "page")

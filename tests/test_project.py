@@ -50,8 +50,7 @@ PROMISED_LINES = {
         "Step {step}/{steps}",
     ),
 }
-"""Folders and files -> text that people grep for, which must not change when somebody rewords a
-message."""
+"""Folders and files -> text that people grep for, which must survive rewording."""
 
 
 def sources(folder: str) -> list[Path]:
@@ -167,7 +166,7 @@ def test_packages_of_the_project_are_all_installed() -> None:
 
 
 def test_requirements_name_what_the_project_depends_on() -> None:
-    """Whoever installs a requirements file gets everything that pyproject.toml asks for."""
+    """A requirements file installs everything that pyproject.toml asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
     asked = [
@@ -280,7 +279,7 @@ def test_no_debris_is_tracked() -> None:
 
 
 def test_nothing_points_outside_the_repository() -> None:
-    """Absolute paths of one machine help nobody else."""
+    """Absolute paths of one machine are useless on others."""
     # Put together here, so that this file itself holds none of them.
     wanted = re.compile(
         "|".join(
@@ -396,7 +395,7 @@ WRITTEN_BY_THE_READER = {
         for name in ("word_count", "find_coin")
     ),
 }
-"""Files that a document tells how to write, or to have written."""
+"""Files whose writing a document explains."""
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,6 +1,6 @@
 """The two tiers of tests: ./scripts/test.sh runs the default one, --all runs the nightly one too.
 
-A file is nightly if its `pytestmark` says so, and belongs to the default tier otherwise. The
+A file is nightly if its `pytestmark` has the mark, and belongs to the default tier otherwise. The
 default tier has tests of every package, and one of every protocol with real processes.
 """
 

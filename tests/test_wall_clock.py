@@ -55,8 +55,9 @@ ALLOWED = {
     "vllm_patching/protocol/timeline.py": SHOWN,
     "vllm_patching/server/lora.py": SHOWN,
 }
-"""What each file reads it for. A deadline, an age or an order of events is measured with
-`time.monotonic`."""
+"""Reason for each file's reading of it. A deadline, an age or an order of events is measured with
+`time.monotonic`.
+"""
 
 
 def reads_wall_clock(path: Path) -> bool:

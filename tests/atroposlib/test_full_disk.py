@@ -176,7 +176,7 @@ def test_what_the_page_notes_waits_and_its_files_stay_whole(
 
 
 class Waited:
-    """Waits until the recorder has told of a group."""
+    """Waits until the recorder has announced a group."""
 
     def __init__(self) -> None:
         self.told = threading.Event()

@@ -1,6 +1,4 @@
-"""Posts over HTTP to a server that answers as it is told: retries, Retry-After, refusals, lost
-answers.
-"""
+"""Posts over HTTP to a server with scripted answers: retries, Retry-After, refusals, lost answers."""
 
 import asyncio
 import gzip
@@ -65,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What bench/colocate.py makes of a trainer's steps."""
+"""bench/colocate.py's summary of a trainer's steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""engine_clock.py: what a file of sums says, and that only the process with the engine core is
+"""engine_clock.py: the content of a file of sums; and only the process with the engine core is
 measured.
 """
 
@@ -54,7 +54,7 @@ def test_clocks_are_put_in_once_and_what_a_version_lacks_is_left_out(
     )
     plain = EngineCore.step
     engine_clock.install()
-    assert EngineCore.step is plain  # nobody named a file
+    assert EngineCore.step is plain  # without the name of a file
     monkeypatch.setenv(engine_clock.FILE, str(tmp_path / "clock.json"))
     engine_clock.install()
     once = EngineCore.step

@@ -1,5 +1,5 @@
-"""bench/figures.py: documents say what bench/results/ holds, and nothing that was measured stands
-there without a source.
+"""bench/figures.py: documents repeat the values of bench/results/, and name a source for each
+measured figure.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def commits_in(node: Any) -> Iterator[str]:
 
 
 def test_every_commit_that_a_result_names_is_in_the_history() -> None:
-    """One that a rebase has left behind names code that nobody else has."""
+    """A commit that a rebase has left behind names code that is lost."""
     git = ["git", "-C", str(ROOT)]
     shallow = subprocess.run(
         [*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, timeout=60

@@ -18,8 +18,9 @@ from tests.conftest import ROOT
 
 GUIDE = next(iter((ROOT.parent / "shared" / "seeds").glob("002*.txt")), None)
 NOT_A_COMMAND = ("#", "echo ", "sleep ", "tail -f", "pip install")
-"""What a person reads, waits for, or does once. Tests wait for the log lines that `tail -f` would
-show."""
+"""Commands that a person reads, waits for, or types once. Tests wait for the log lines that `tail
+-f` would show.
+"""
 
 
 def commands_of_the_guide() -> list[str]:

@@ -1,4 +1,4 @@
-"""legacy_figures.py: what a trainer's log says of restarts."""
+"""guide_commands.py: a trainer's log lines about restarts."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_the_commit_is_gits_and_says_whether_files_differ_from_it(folder: Path) 
     git(folder, "commit", "-qm", "first")
     head = git(folder, "rev-parse", "--short=12", "HEAD")
     assert commit() == head
-    (folder / "results.json").write_text("{}")  # what a run writes is no change of the code
+    (folder / "results.json").write_text("{}")  # the output of a run does not change the code
     assert commit() == head
     (folder / "file").write_text("2")
     assert commit() == head + "+"

@@ -1,4 +1,4 @@
-"""How the benchmarks talk to their processes, and how a fault is judged."""
+"""The benchmarks' protocol with their processes, and the verdict on a fault."""
 
 from __future__ import annotations
 

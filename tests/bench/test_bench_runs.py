@@ -46,8 +46,8 @@ def test_weight_sync_measures_both_ways_of_transfer(
             assert part[condition]["halted_ms"]["median"] > 0
         assert part["load_4"]["usual_gap_ms"]["n"] > 0, "no token was seen to arrive"
         assert not part["load_4"]["request_failures"]
-        # Of an update that finds no request in flight, because all four have just ended, nobody
-        # waits for the next step.
+        # After an update that finds no request in flight, because all four have just ended, the
+        # trainer does not wait for the next step.
         assert 1 <= part["load_4"]["stalled_ms"]["n"] <= 3, (
             "the server never said when its engine went on"
         )

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def test_cases_are_measured_and_written_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks are forked: that torchrun starts them is told by test_bench_processes.py."""
+    """Ranks are forked; test_bench_processes.py shows that torchrun starts them."""
 
     def command(module: str, ranks: int = 1) -> list[str]:
         script = str(processes.ROOT / f"{module.replace('.', '/')}.py")

@@ -5,13 +5,13 @@ noted.
     python tests/e2e/async_roles.py drive-real --config FILE   the driver, all of whose roles are real
     python tests/e2e/async_roles.py ROLE FOLDER PORT SERVICE   a role that weighs nothing
 
-Each group that an environment sends has a number of its own, which it writes to `sent` before and
-to `accepted` after the service has taken it; the trainer writes those that it has trained on to
-`trained`, with the batch's id, and each batch to `steps`, before it acknowledges. Both go on where
-an earlier life ended. A trainer that is told to end saves for a while, and writes its process id to
-`saved`; one that finds an earlier one alive writes that one's to `overlaps`. With a file `enough`
-in the folder environments send no more, and the trainer ends when it has trained on all that was
-accepted.
+Each group that an environment sends has a number of its own. The environment writes it to `sent`
+before the post and to `accepted` after the answer. The trainer writes the numbers of trained groups
+to `trained`, with the batch's id, and each batch to `steps`, before it acknowledges. Both go on
+where an earlier life ended. A trainer that is asked to end saves for a while, and writes its
+process id to `saved`. A trainer that finds an earlier one alive writes that process id to
+`overlaps`. With a file `enough` in the folder environments send no more, and the trainer ends when
+it has trained on all that was accepted.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def trainer(folder: Path, client: httpx.Client) -> None:
     while True:
         try:
             if uuid is None:
-                # What was sampled after it, another run would have; so no step is left out that the
+                # Another run would have the samples after it; so no step is left out that the
                 # service may have counted.
                 body["starting_step"] = len(numbers(steps))
                 uuid = client.post("/register", json=body).raise_for_status().json()["uuid"]
@@ -189,7 +189,7 @@ class NotedProcess(RoleProcess):
 
 
 def light_commands(*kinds: str) -> Any:
-    """The project's own commands, but for those of these kinds of roles, which weigh nothing."""
+    """The project's own commands, except for light stand-ins of these kinds of roles."""
     from example_trainer.async_grpo.roles import Commands, Role
 
     class LightCommands(Commands):

@@ -92,7 +92,7 @@ def new_masters(model: Decoder, seed: int) -> tuple[dict[str, torch.Tensor], Cal
 
 
 def checksums(server: VllmServer, model: Decoder) -> list[str]:
-    """What each rank's weights should condense to, computed from the trainer's tensors alone."""
+    """Return the checksum of each rank's weights, computed from the trainer's tensors alone."""
     parameters = dict(model.named_parameters())
     ranks = httpx.get(f"{server.url}/bridge/info", timeout=30).json()["ranks"]
     layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in ranks]
@@ -131,8 +131,8 @@ def joined(
 
 
 def made_up_group(number: int) -> dict[str, object]:
-    """What an environment would post for the tiny model: four answers to one prompt, sampled under
-    version 0.
+    """A group for the tiny model, as an environment posts it: four answers to one prompt, sampled
+    under version 0.
     """
     rng = random.Random(number)
     prompt = [rng.randrange(301) for _ in range(3)]
@@ -157,7 +157,7 @@ def wait_for_state(server: VllmServer, wanted: str, seconds: float) -> dict[str,
 
 
 def refuses_to_sample(server: VllmServer) -> None:
-    """Every route of vLLM's app, but those that sample nothing, answers 503 and says why."""
+    """Every route of vLLM's app, except those without sampling, answers 503 with the reason."""
     paths = httpx.get(f"{server.url}/openapi.json", timeout=30).json()["paths"]
     tried = {
         (method.upper(), path)
@@ -187,8 +187,8 @@ def refuses_to_sample(server: VllmServer) -> None:
 
 
 def stalled_of(server: VllmServer, seconds: float = 60.0) -> float | None:
-    """What the server says of its last update, once it has asked its workers; None if it has not
-    said so in time.
+    """Return the server's record of its last update, once it has asked its workers; None if it does
+    not come in time.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -200,7 +200,9 @@ def stalled_of(server: VllmServer, seconds: float = 60.0) -> float | None:
 
 
 def require_timeline(server: VllmServer, version: int) -> None:
-    """Its timeline says that the server generated, and stood still within the update to a version."""
+    """Its timeline shows that the server generated, and stood still within the update to a
+    version.
+    """
     (path,) = server.folder.glob("timeline-generator-*.jsonl")
     head, *spans = map(json.loads, path.read_text().splitlines())
     assert (head["role"], head["name"].rpartition("-")[2]) == ("generator", str(server.port))

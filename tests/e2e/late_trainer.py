@@ -28,7 +28,7 @@ STALLS = 1
 
 
 class StoppedBeforeItWrites(BridgeServer):
-    """Hears that the server stands still, and is stopped."""
+    """Gets the message that the server stands still, and is stopped."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,5 +1,5 @@
-"""What the tests of LoRA with the real vLLM share: adapters to serve, and what the trainer's own
-forward pass says of them.
+"""Shared parts of the tests of LoRA with the real vLLM: adapters to serve, and their values in the
+trainer's own forward pass.
 """
 
 from __future__ import annotations

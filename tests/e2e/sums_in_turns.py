@@ -1,5 +1,4 @@
-"""Two sums in one conversation and a reward for each answer, of which the starter model gets some
-right.
+"""Two sums in one conversation and a reward for each answer; the starter model gets some right.
 
 python tests/e2e/sums_in_turns.py serve --env.turn_rewards to_go
 """

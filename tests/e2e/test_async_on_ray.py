@@ -70,9 +70,11 @@ def cluster(dashboard: str, free_port: Callable[[], int]) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     class OnGivenPorts(Cluster):
-        """A node's agents are told their ports. One that chose them itself would have fifteen
-        seconds to start and to tell, or its node ends, and a busy machine needs longer. Nobody
-        follows the logs of workers, for which Ray looks through all of them again and again."""
+        """A node's agents get their ports from the command line. An agent that chose them itself
+        would have fifteen seconds to start and to report them, or its node ends, and a busy machine
+        needs longer. The logs of workers are not followed: Ray would look through all of them again
+        and again.
+        """
 
         def add_node(self, **arguments: Any) -> Any:
             ports = {f"{agent}_port": free_port() for agent in AGENTS}
@@ -95,12 +97,11 @@ def cluster(dashboard: str, free_port: Callable[[], int]) -> Iterator[Any]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("RAY_worker_niceness", "0")  # in nodes, when they start
-        patch.setenv("REPORTER_UPDATE_INTERVAL_MS", "60000")  # of figures that nobody looks at
+        patch.setenv("REPORTER_UPDATE_INTERVAL_MS", "60000")  # of figures that no test reads
         patch.setattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S", SECONDS)
         patch.setattr(services, "get_node", patient(services.get_node))
         patch.setattr(Node, "start_raylet", start_told)
-        # Else each node starts a worker for each of its CPUs, in an environment that is no actor's
-        # of ours.
+        # Else each node starts a worker for each of its CPUs, in an environment without our actors.
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         arguments = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": True}
         arguments |= {"dashboard_port": int(dashboard.rpartition(":")[2])}
@@ -155,12 +156,12 @@ class Run:
         self._processes.wait_until(what, missing, SECONDS)
 
     def up(self, role: str) -> bool:
-        """Whether the last that the driver said of a role is that it runs."""
+        """Report if the driver's last line about a role is that it runs."""
         said = re.findall(rf"\[Async\] {role} (.*)", self.log)
         return bool(said) and said[-1].startswith("runs")
 
     def pids(self, role: str) -> tuple[int, int]:
-        """Of a role's command, whose parent is its guard, and of its actor."""
+        """Process ids of a role's command, whose parent is its guard, and of its actor."""
         *_, last = (self.folder / f"pids-{role}").read_text().splitlines()
         guard, actor = (int(pid) for pid in last.split())
         return descendants(guard)[0], actor
@@ -177,7 +178,7 @@ class Run:
         )
 
     def ask_service(self, path: str) -> dict[str, Any] | None:
-        """What the rollout service answers; None while it does not."""
+        """Return the rollout service's answer; None while it gives none."""
         found = re.findall(r"\[Async\] service on (\S+) port (\d+)", self.log)
         if not found or not self.up("service"):
             return None
@@ -194,7 +195,7 @@ class Run:
         until all has ended.
 
         Args:
-            everything: every process of every role too, so that nobody is told to end.
+            everything: every process of every role too, so that no process can end in order.
         """
 
         def missing() -> str | None:
@@ -212,7 +213,7 @@ class Run:
         self._processes.wait_until("the end of all roles", missing, SECONDS)
 
     def finish(self) -> str:
-        """Wait for its good end; returns what the driver said."""
+        """Wait for its good end; return the driver's output."""
         said = self._processes.finish(self.driver, SECONDS)
         assert "training is complete; all roles are stopped" in said
         assert left(self.folder) == []
@@ -380,8 +381,10 @@ def test_what_a_lost_node_had_comes_back_on_another(
 def test_a_run_in_turns_that_is_killed_whole_goes_on_as_if_it_were_not(
     cluster: Any, processes: Processes, tmp_path: Path
 ) -> None:
-    """As docs/async.md has it. What makes up a batch, and every bit of the weights: one run is left
-    alone, of the other every process is killed when it has a part of its second batch."""
+    """As docs/async.md has it. The content of a batch, and every bit of the weights, are the same:
+    one run is left alone; every process of the other is killed when it has a part of its second
+    batch.
+    """
     sections = yaml.safe_load((CONFIGS / "arithmetic_sync_cpu.yaml").read_text())
     sections["orchestration"]["exact_resume"] = True
     del sections["inference"]["max_sequences"]
@@ -396,8 +399,8 @@ def test_a_run_in_turns_that_is_killed_whole_goes_on_as_if_it_were_not(
     config.write_text(yaml.safe_dump(sections))
 
     def learned(run: Run) -> tuple[dict[int, tuple[str, float, int]], str]:
-        """Of each step the weights' checksum, the mean reward and the tokens, and the last weights'
-        digest.
+        """Return the weights' checksum, the mean reward and the tokens of each step, and the last
+        weights' digest.
         """
         run.finish()
         rows = json_rows(run.folder / "trainer" / "metrics.jsonl")
@@ -435,7 +438,7 @@ def test_a_run_in_turns_that_is_killed_whole_goes_on_as_if_it_were_not(
 def test_a_run_that_the_cluster_cannot_hold_is_one_line(
     cluster: Any, processes: Processes, tmp_path: Path
 ) -> None:
-    """Typed as docs/async.md has it, and refused by what Ray says of its nodes."""
+    """Typed as docs/async.md has it, and refused because of Ray's list of nodes."""
     config = tmp_path / "large.yaml"
     shipped = (ROOT / "example_trainer/configs/arithmetic_async_cpu.yaml").read_text()
     config.write_text(shipped.replace("generators: 1", "generators: 50"))

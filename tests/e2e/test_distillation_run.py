@@ -1,5 +1,5 @@
-"""A student trains on what a teacher says of its samples, all processes real; the teacher is killed
-and started again.
+"""A student trains on a teacher's logprobs of its samples, all processes real; the teacher is
+killed and started again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The code, the judge and the calculator environment and one of several turns through the real
 stack, in one run. The model has never seen code, and solves nothing; with credit for form, and a
 judge that likes every second answer, it still has something to learn. Now and then it asks the
-calculator, and is right: nothing else can make the answers to one of its problems differ. Of the
-conversations each turn has a reward of its own, so their groups bring their own advantages."""
+calculator, and is right: nothing else can make the answers to one of its problems differ. Each turn
+of the conversations has a reward of its own, so their groups bring their own advantages."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_all_are_trained_on(
         )
         log = process.log_path.read_text()
         assert f"evaluation of {'sums_in_turns' if name == 'turns' else name}: " in log
-        # What the model writes as a tool's argument may be none: that is said once, with where it
-        # was raised.
+        # The model may write a tool's argument that is not valid: that is logged once, with its
+        # place.
         assert log.count("Traceback") == log.count("a tool call went wrong (raised")
         if name == "code":
             assert max(row.get("train/code_crash", 0) for row in noted) > 0.5, (

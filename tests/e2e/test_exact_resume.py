@@ -99,7 +99,9 @@ class Stack:
             self.processes.kill(process)
 
     def learned(self) -> dict[int, tuple[str, float, int]]:
-        """Of each step of the present weights: their checksum, the mean reward and the tokens."""
+        """Return the checksum of the present weights, the mean reward and the tokens of each
+        step.
+        """
         rows = json_rows(self.folder / "logs" / "metrics.jsonl")
         return {
             row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"])
@@ -111,7 +113,7 @@ class Stack:
         return answer
 
     def finish(self) -> tuple[dict[int, tuple[str, float, int]], str]:
-        """What was learned, and the digest of the last checkpoint's weights."""
+        """Return the learned steps, and the digest of the last checkpoint's weights."""
         self.processes.finish(self.trainer, seconds=240)
         for process in (self.environment, self.service):
             self.processes.stop(process)

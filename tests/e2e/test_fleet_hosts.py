@@ -55,7 +55,7 @@ class Hosts:
 
     @contextmanager
     def training(self, transfer: str, **options: Any) -> Iterator[Trainer]:
-        """Of all servers, from the trainer's host.
+        """State of all servers, from the trainer's host.
 
         One that came late, on a machine that is busy, is waited for.
         """
@@ -180,7 +180,7 @@ def test_a_server_that_is_cut_off_for_long_is_right_again_soon_after(
     when: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nobody is told that it is cut off: its connections stay open at both ends."""
+    """No host learns that it is cut off: its connections stay open at both ends."""
     caplog.set_level("INFO")
     far, near = three.network.hosts["server-b"], servers[0]
     cut_off = servers[1]
@@ -222,12 +222,12 @@ def test_a_slow_server_is_waited_for_by_name_or_left_out(
     with three.training(transfer, patience=5.0) as trainer:
         with three.network.slowed(
             far, 1.5
-        ):  # a bucket takes a second, of which the others are two ahead; the model eight
+        ):  # a bucket takes a second, and the others are two ahead; the model eight
             three.trainer.calling(trainer.step)
             assert all(server.serves(2) for server in servers)
             waits = rf"version 2 is on its way for \d+ s, waiting for {slow.url} \(has [0-9.]+ MB\); .*; until \d\d:"
             assert re.search(rf"\[Fleet\] {waits}", caplog.text)
-        with three.network.slowed(far, 0.1):  # a bucket takes longer than anybody waits
+        with three.network.slowed(far, 0.1):  # a bucket takes longer than any deadline
             three.trainer.calling(trainer.step)
         assert servers[0].serves(3)
         assert re.search(

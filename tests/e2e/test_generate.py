@@ -1,4 +1,4 @@
-"""POST /generate on a real vLLM: the short form of the answer says what the long one says."""
+"""POST /generate on a real vLLM: the short form of the answer has the content of the long one."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ def test_a_seed_gives_the_same_tokens_whether_the_prompt_came_in_pieces(server: 
 
 def test_tokens_reach_the_front_end_in_few_messages(server: VllmServer) -> None:
     def outputs() -> float:
-        """How many outputs with tokens the front end has been sent, but for each request's first
-        one.
+        """Return the number of outputs with tokens that the front end has got, except each
+        request's first one.
         """
         text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
         return sum(

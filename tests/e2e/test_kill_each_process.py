@@ -1,5 +1,6 @@
-"""`kill -9` of each process of a running training in turn: the run heals, or says in one line what
-is wrong and what to do, and its page says it to whoever watches."""
+"""`kill -9` of each process of a running training in turn: the run heals, or names the fault and
+the remedy in one line, and its page shows it.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STARTER = ROOT / "assets" / "starter_model"
 STEPS = 18
-"""Those that are waited for, and those that are taken meanwhile."""
+"""Sockets that are waited for, and sockets that are taken in between."""
 
 
 def watcher(origin: str, request: pytest.FixtureRequest) -> Visit | None:
-    """Somebody who watches the run's page from here on; None on a machine without a browser."""
+    """A person's browser on the run's page from here on; None on a machine without a browser."""
     if missing():
         return None
     seen: Visit = request.getfixturevalue("visit")(origin)
@@ -37,7 +38,7 @@ def watcher(origin: str, request: pytest.FixtureRequest) -> Visit | None:
 
 
 def table_at(url: str) -> bool:
-    """Whether the trainer has told this service of its servers."""
+    """Report if the trainer has registered its servers at this service."""
     return bool(httpx.get(f"{url}/fleet", timeout=60).json()["published"])
 
 
@@ -55,7 +56,7 @@ def test_the_run_survives_the_death_of_each_process(
     metrics = tmp_path / "trainer" / "metrics.jsonl"
 
     def start_service() -> ManagedProcess:
-        # A trainer tells of its servers every five seconds.
+        # A trainer reports its servers every five seconds.
         options = {"store": tmp_path / "rollouts.db", "run_folder": tmp_path, "silent_after": 8}
         return processes.start("service", roles.service("127.0.0.1", port, **options))
 
@@ -105,7 +106,7 @@ def test_the_run_survives_the_death_of_each_process(
     time.sleep(1)
     service = start_service()
     wait_for_step(max(steps()) + 2)
-    # One that has not told this service of its servers may be one that never does, and such a one
+    # A trainer that has not reported its servers to this service may never do so, and such a one
     # may be long at a batch.
     processes.wait_until(
         "the trainer's table of servers", lambda: None if table_at(url) else "none yet", 120

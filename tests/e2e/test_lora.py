@@ -137,8 +137,8 @@ def test_every_adapter_is_served_as_the_merged_model(
 def test_processed_logprobs_are_of_the_temperature(
     lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]
 ) -> None:
-    """What the server says of its logprobs is true, and the trainer computes the same ones, at any
-    temperature.
+    """The server's description of its logprobs is true, and the trainer computes the same ones, at
+    any temperature.
     """
     _, model = joined
     answer = lora_server.generate(
@@ -496,7 +496,7 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
     text = trainer(4, "--resume", "auto")
     assert "Resuming from trained_model_checkpoints/adapter_step_3 at step 3" in text
     assert status(lora_server)["current"]["version"] == 4
-    assert not served.exists()  # the first trainer has ended and nobody is served its adapter
+    assert not served.exists()  # the first trainer has ended and no request is served its adapter
     base = AutoModelForCausalLM.from_pretrained(lora_server.model)
     from peft import PeftModel
 

@@ -29,7 +29,7 @@ from tests.still_running import command_line
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(540)]
 
 PKILL = re.compile("vllm|grpo|python|run-api")
-"""What users type: pkill -9 -u $USER -f "vllm|grpo|python|run-api"."""
+"""The command of users: pkill -9 -u $USER -f "vllm|grpo|python|run-api"."""
 
 TWO_SERVERS = ("--vllm-servers", "2")
 
@@ -97,8 +97,8 @@ def places_of_keys(operations: Operations, keys: set[str]) -> list[str]:
 
 
 def shows_the_page(said: str) -> bool:
-    """Whether the run's page is where a command says that it is, for whoever has the key that is
-    where it says.
+    """Check that the run's page is at the printed address, and takes the key from the printed
+    place.
     """
     address, variable, place = re.findall(
         r"see the run at (\S+/ui)\b.* (ROLLOUT_API_KEY) \w+ (\S+/keys\.env)", said

@@ -3,7 +3,7 @@ and leaves what it promises.
 
 The page polls the servers every few seconds, so the run has enough steps for several polls.
 
-While it trains, somebody looks at its page.
+While it trains, a browser looks at its page.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ CHARTS = {
 }  # fmt: skip
 """Titles of the page -> what their first line draws of metrics.jsonl."""
 SERVED = "(card) => /^version [1-9]/m.test(card) && card.includes('good') && card.includes('the trainer\\'s')"
-"""Of a card of the page of weights: the server is well, and has weights that the trainer has
-sent."""
+"""Condition on a card of the page of weights: the server is well, and has weights that the trainer
+has sent.
+"""
 
 
 @dataclass
@@ -93,7 +94,7 @@ def running(module_processes: Processes, tmp_path_factory: pytest.TempPathFactor
 
 
 def posted(running: Running) -> list[tuple[list[int], float]]:
-    """What the environment has posted: the sampled tokens of each sequence, and its score."""
+    """Return the environment's posts: the sampled tokens of each sequence, and its score."""
     groups = json_rows(running.output / "environment" / "rollouts.jsonl")
     return [
         ([token for token, mask in zip(tokens, masks, strict=True) if mask != -100], score)

@@ -29,18 +29,17 @@ OVER_SSH = {
     "ssh": 'there=$HOMES/$1; shift; cd "$there" && exec "$@"',
     "scp": '[ "$1" = -p ] && exec cp -p "$2" "$HOMES/${3%%:*}/${3#*:}"',
 }
-"""What stands for ssh and scp, on hosts whose home folders both can see: no host has an sshd."""
+"""Stand-ins for ssh and scp, on hosts whose home folders both can see: no host has an sshd."""
 VLLM_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
 VARIABLES = FORKED_ENGINES | {
-    # What vLLM knows of its models is there already, and not in a host's home folder.
+    # vLLM's knowledge of its models is there already, and not in a host's home folder.
     "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT") or str(VLLM_CACHE),
-    # Else each node starts a worker for each of its CPUs, in an environment that is no actor's of
-    # ours.
+    # Else each node starts a worker for each of its CPUs, in an environment without our actors.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
-"""Of all that is typed; Ray's nodes hand them on to the roles."""
+"""Environment of all typed commands; Ray's nodes hand it on to the roles."""
 
 
 def blocks() -> dict[str, str]:
@@ -62,7 +61,7 @@ def blocks() -> dict[str, str]:
 
 
 def patiently(start: str) -> str:
-    """How Ray is started on a machine that may be busy."""
+    """Options of Ray on a machine that may be busy."""
     return f"until {start.strip()}; do ray stop; sleep 5; done"
 
 

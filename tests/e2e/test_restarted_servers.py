@@ -1,5 +1,5 @@
-"""vLLM servers that are killed and started again while a trainer lives: nobody samples with weights
-that it does not train.
+"""vLLM servers that are killed and started again while a trainer lives: no token is sampled with
+weights other than the trainer's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 @dataclass
 class MortalServer:
-    """A server that tests kill and start again on the same port; `now` is the one that runs."""
+    """A server that tests kill and start again on the same port; `now` is the running process."""
 
     processes: Processes
     folder: Path
@@ -107,7 +107,7 @@ def test_a_server_that_was_killed_gets_the_present_weights_before_it_serves(
 
 
 def lasting(server: VllmServer) -> dict[str, object]:
-    """What a server says of its bridge, without what grows by itself."""
+    """Return a server's state of its bridge, without counters that grow by themselves."""
     return {key: value for key, value in server.state().items() if not key.endswith("_seconds")}
 
 

@@ -1,5 +1,5 @@
-"""No token is sampled from half-written weights, or from others than were announced, with requests
-under way meanwhile.
+"""No token is sampled from half-written weights, or from others than were announced, while requests
+are under way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ here are further apart."""
 
 
 class UnfencedBridge(SingleCopyBridge):
-    """What a single copy would be without the pause: written while the server samples."""
+    """A single copy without the pause: written while the server samples."""
 
     def _update(
         self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
@@ -125,8 +125,8 @@ def differences(answer: dict[str, list], models: list[Decoder]) -> torch.Tensor:
 def test_a_token_comes_from_one_set_of_weights(
     server: VllmServer, fenced: bool, updates: int
 ) -> None:
-    """With the pause, every token is the old or the new weights' own, as its version says; without
-    it, some are neither's.
+    """With the pause, every token comes from the old or the new weights, as its version shows;
+    without it, some come from neither.
     """
     models = [load_model(str(server.model), torch.float32) for _ in range(2)]
     generator = torch.Generator().manual_seed(1)

@@ -90,8 +90,8 @@ class TwoHosts:
         folder.mkdir()
         for name in ("atroposlib", "example_trainer", "vllm_patching"):
             (folder / name).symlink_to(ROOT / name)
-        # What nothing shows to the other host: its own memory file system, and this folder of its
-        # own.
+        # A folder that the other host cannot see: its own memory file system, and this folder of
+        # its own.
         environment = {
             "LOGDIR": str(host.folder),
             "OMP_NUM_THREADS": "1",
@@ -105,7 +105,7 @@ class TwoHosts:
         return folder
 
     def state(self, asking: Host | None = None) -> dict[str, Any]:
-        """/bridge/state, asked from a host: the trainer's, unless said otherwise."""
+        """/bridge/state, from a host: by default the trainer's."""
         headers = {"Authorization": f"Bearer {KEY}"}
 
         answer: dict[str, Any] = (asking or self.trainer).calling(
@@ -202,8 +202,8 @@ def test_a_closed_port_of_the_server_is_named(
 def test_an_update_goes_on_when_its_link_is_back(
     two: TwoHosts, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address is found without MASTER_ADDR; the server's own name means 127.0.1.1 there, where
-    nobody else can connect.
+    """The address is found without MASTER_ADDR; the server's own name means 127.0.1.1 there, which
+    no other host can reach.
     """
     with trainers_half(two, free_port, monkeypatch) as (bridge, model, _):
 

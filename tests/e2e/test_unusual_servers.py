@@ -110,7 +110,7 @@ def child_called(title: bytes, of: int) -> int:
     """The process of this title that a process has started, or one that it has started."""
     parents, called = {}, []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has ended in between
             parents[int(folder.name)] = int(
                 (folder / "stat").read_text().rpartition(")")[2].split()[1]
             )
@@ -153,8 +153,8 @@ def refuses_a_head_that_does_not_end(server: VllmServer) -> None:
 
 
 def ends_though_it_owes_answers(server: VllmServer, processes: Processes) -> None:
-    """What was under way is told so, by no stump that one could take for an answer; and nobody has
-    to kill the server.
+    """Requests under way get an error, not a stump that could pass for an answer; and the server
+    ends by itself.
     """
     body = {
         "prompt": {"prompt_token_ids": [1, 2, 3]},

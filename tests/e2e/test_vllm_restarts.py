@@ -31,8 +31,8 @@ STARTER = ROOT / "assets" / "starter_model"
 
 
 def family_of_server(log: Path) -> set[int]:
-    """API server and engine, by what a log says of the last start, and the guard above them; those
-    of them that live.
+    """Process ids of API server and engine, from a log's lines about the last start, and of the
+    guard above them, if they live.
     """
     _, _, last = log.read_text(errors="replace").rpartition("==== weight version")
     alive = parents()
@@ -172,7 +172,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     text = trainer.log_path.read_text()
     assert "Stopped by SIGTERM" in text
     assert "ERROR" not in text
-    # What the server was started on is a checkpoint like any other, and was written once.
+    # The server's first weights are a checkpoint like any other, and were written once.
     saved = re.findall(r"Saved checkpoint (\S+)", text)
     assert len(saved) == len(set(saved)) >= 2
     assert with_state(checkpoints) == list(steps_in(checkpoints)), (

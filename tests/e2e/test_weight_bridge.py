@@ -50,7 +50,7 @@ KINDS = ("direct", "overlapped", "single_copy")
 
 
 def wait_until_generating(server: VllmServer, asking: threading.Thread) -> None:
-    """Until a request runs, or the one that `asking` waits for has been answered."""
+    """Wait until a request runs, or until the request of `asking` has been answered."""
     deadline = time.monotonic() + 30
     while asking.is_alive() and not re.search(
         r"^vllm:num_requests_running\S* [1-9]",
@@ -259,7 +259,7 @@ def test_events_that_cannot_be_waited_for_are_not_relied_upon(server: VllmServer
 
 
 def start_late_trainer(processes: Processes, server: VllmServer) -> ManagedProcess:
-    """One that has been told that the server stands still, and has stopped (SIGSTOP) before it
+    """A trainer that knows that the server stands still, and has stopped (SIGSTOP) before it
     writes.
     """
     command = [
@@ -310,7 +310,7 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     assert (state["state"], state["weight_version"], state["engine"]) == ("serving", 1, "running")
     assert f"with checksum {state['checksums'][0]}" in said  # type: ignore[index]
     spans = asking[0]["weight_version_spans"][0]
-    # The old weights are served again between the lease's return and the update that is done anew.
+    # The old weights are served again between the lease's return and the update that is repeated.
     assert {version for version, _ in spans} <= {before["weight_version"], 1}
     assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
 

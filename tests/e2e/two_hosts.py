@@ -2,8 +2,8 @@
 whose cables can be cut.
 
 Each host has its own address in its own subnet, its own loopback, hostname, /dev/shm and private
-folder, and no route but through the switch, which is a third network namespace. What crosses it can
-be dropped (`cut`), slowed (`slowed`), and kept from a port (`firewall`). A host's name means its
+folder, and no route but through the switch, which is a third network namespace. Its traffic can be
+dropped (`cut`), slowed (`slowed`), and kept from a port (`firewall`). A host's name means its
 loopback there, as a Debian installation has it, and the others' names their addresses.
 """
 
@@ -27,8 +27,9 @@ from example_trainer.child_processes.guard import descendants
 T = TypeVar("T")
 
 NOWHERE = "10.79.99.1"
-"""An address that every host has a route to, and that nobody has: what is sent there is dropped
-without an answer."""
+"""An address that every host has a route to, and no host has: packets there are dropped without an
+answer.
+"""
 
 _CLONE_NEWNET = 0x40000000
 _SECONDS = 30.0
@@ -63,7 +64,7 @@ class Host:
     namespaces: Sequence[str]
 
     def command(self, *command: str | Path, directory: Path = Path("/")) -> list[str]:
-        """What to start in order to run a command on this host, in a directory there."""
+        """The command that runs a command on this host, in a directory there."""
         enter = [
             "nsenter",
             f"--target={self.pid}",
@@ -82,7 +83,7 @@ class Host:
         return _run(*self.command(*command))
 
     def calling(self, work: Callable[[], T]) -> T:
-        """What `work` returns in a thread whose sockets are this host's.
+        """Return the result of `work` in a thread whose sockets are this host's.
 
         Its files are this process's.
         """
@@ -119,7 +120,7 @@ class Network:
         self.hosts: Mapping[str, Host] = {host.name: host for host in hosts}
 
     def cut(self, host: Host) -> None:
-        """Nothing passes to or from a host any more, and nobody is told: a pulled cable on the far
+        """Nothing passes to or from a host any more, without a notice: a pulled cable on the far
         side of a switch.
         """
         for way in ("from", "to"):
@@ -168,7 +169,7 @@ class Network:
             self._on_switch("ip", "rule", "del", *rule)
 
     def bytes_to(self, host: Host) -> int:
-        """How many bytes have left the switch towards a host so far."""
+        """Return the bytes that have left the switch towards a host so far."""
         statistics = json.loads(
             self._on_switch("ip", "-json", "-statistics", "link", "show", "dev", self._port(host))
         )
@@ -205,8 +206,8 @@ def hosts(folder: Path, *names: str, own_processes: str | None = None) -> Iterat
     with ExitStack() as stack:
         switch = _holder(stack, "--net", "true")
         at_switch = ("nsenter", f"--target={switch}", "--net", "--")
-        # No name server is reached: said at once, and each time, not once a second at most. PyTorch
-        # asks one for the name of whom it connects to, and waits.
+        # No name server is reached: the failure comes at once, and each time, not once a second at
+        # most. PyTorch looks up the name of its peer there, and waits.
         _run(*at_switch, "sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv4.icmp_ratelimit=0")
         _run(
             *at_switch,

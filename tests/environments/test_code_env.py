@@ -47,7 +47,7 @@ class NoSandbox:
 
 
 class CodeEnvSettings:
-    """What the sandbox above finds."""
+    """The verdict of the sandbox above."""
 
     allowed: tuple[str, ...] = ("network",)
 

@@ -1,4 +1,4 @@
-"""The generated code problems: what the reference says is what is expected, and the held-out side
+"""The generated code problems: the reference's results are the expected ones, and the held-out side
 is never trained on.
 """
 

@@ -1,5 +1,5 @@
-"""The judge environment with a judge over HTTP: its number is the reward, and whatever is no number
-is never one.
+"""The judge environment with a judge over HTTP: its number is the reward, and anything else never
+is.
 """
 
 from __future__ import annotations

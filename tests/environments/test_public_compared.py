@@ -1,4 +1,4 @@
-"""What counts as the same when two SDKs post the same answers."""
+"""Equality of two SDKs' posts of the same answers."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ the public SDK posts.
 
 The files are never part of this repository: LOCKSTEP_PUBLIC_ENVIRONMENTS names the folder of a
 clone, and without it the tests skip. The first run installs the public SDK and what the files
-import, which takes minutes. What the last whole run found is in
+import, which takes minutes. The results of the last whole run are in
 bench/results/their_environments.json and in docs/environments.md.
 """
 

@@ -1,4 +1,4 @@
-"""What the trainer's tests share: a small model, and trainers in the test's own process."""
+"""Shared parts of the trainer's tests: a small model, and trainers in the test's own process."""
 
 from __future__ import annotations
 

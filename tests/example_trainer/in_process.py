@@ -41,12 +41,12 @@ def responses(one: PackedBin) -> list[list[int]]:
 
 
 class Trainers:
-    """One run of several trainer processes, each of which may die at a point; and what their
-    weights have learned from.
+    """One run of several trainer processes, each of which may die at a point; and the groups that
+    their weights have learned from.
 
     Attributes:
         line: which group each step of the present weights learned from, the first step's first.
-        acknowledged: groups that the service was told about, in that order.
+        acknowledged: groups that the service knows as trained, in that order.
         skipped: reasons with which batches were acknowledged that nothing was learned from.
         faults: by the number of a batch's first group, what happens to its logprobs.
     """

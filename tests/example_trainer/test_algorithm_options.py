@@ -1,4 +1,4 @@
-"""What the options of the algorithm stand for together, and which of them contradict each other."""
+"""Meaning of the algorithm's options together, and contradictions among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/algorithms.md, metrics.md: their tables are those of the code.
+"""docs/algorithms.md, metrics.md: their tables equal the code's.
 
 The loss of docs/your-loss.md learns.
 """
@@ -124,7 +124,7 @@ def test_its_commands_are_understood() -> None:
 
 
 def test_the_loss_of_the_tutorial_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy over five tokens, one of which is rewarded, by the trainer's own objective."""
+    """A policy over five tokens, one of them rewarded, by the trainer's own objective."""
     code, *_ = blocks(TUTORIAL, "python")
     (tmp_path / "my_losses.py").write_text(code)
     monkeypatch.chdir(tmp_path)

@@ -329,7 +329,7 @@ def test_help_names_the_variables_and_not_what_they_hold(
 
 CONFIGS = sorted((ROOT / "example_trainer" / "configs").glob("*.yaml"))
 SHIPPED = [file for file in CONFIGS if "orchestration:" not in file.read_text()]
-"""Those of whole runs have sections: tests/example_trainer/async_grpo."""
+"""The pages of whole runs have sections: tests/example_trainer/async_grpo."""
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)

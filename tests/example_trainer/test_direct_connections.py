@@ -1,5 +1,5 @@
-"""Nothing that the stack's parts say to each other goes through a proxy, whatever the environment
-names as one.
+"""No connection between the stack's parts goes through a proxy, whatever the environment names as
+one.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def trainer_requirements() -> list[str]:
 
 
 def with_dependencies(names: list[str]) -> set[str]:
-    """Distributions that pip would install for these names, of those that are installed here."""
+    """Distributions that pip would install for these names, among the installed ones."""
     found: set[str] = set()
     left = list(names)
     while left:

@@ -1,5 +1,5 @@
-"""The loop of a reference worker, against a service that answers what it is told to: what it asks,
-hands back and says.
+"""The loop of a reference worker, against a service with scripted answers: its requests, results
+and log lines.
 """
 
 from __future__ import annotations

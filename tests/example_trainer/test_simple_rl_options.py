@@ -18,7 +18,7 @@ from example_trainer.simple_rl import last_gpu, parse_arguments, trainer_config
 def test_several_updates_of_a_batch_need_two_copies(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is missing is a flag of this script, not of the trainer's."""
+    """Each missing flag is one of this script, not of the trainer."""
     with pytest.raises(SystemExit) as caught:
         parse_arguments(words.split())
     assert caught.value.code == 2
@@ -50,8 +50,8 @@ def test_vllms_copy_is_on_the_last_gpu_or_beside_the_trainer() -> None:
 
 
 class TestDefaults:
-    """A machine with a GPU and the hub trains what the guide does; others train the starter model,
-    and say so.
+    """A machine with a GPU and the hub trains the guide's model; others train the starter model,
+    and log that.
     """
 
     @pytest.fixture(autouse=True)

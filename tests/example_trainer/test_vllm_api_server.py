@@ -1,4 +1,4 @@
-"""What the server refuses before it loads anything: one line that says what and what to do, and a
+"""The server's refusals before it loads anything: one line with the fault and the remedy, and a
 status that is not 0.
 """
 
@@ -161,7 +161,7 @@ def test_a_build_of_vllm_that_finds_no_device_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def make_server_parser(*_: object) -> NoReturn:
-        # What vLLM's CUDA build says where no GPU is visible; the build that tests run on has its
+        # The error of vLLM's CUDA build without a visible GPU; the build that tests run on has its
         # device.
         raise RuntimeError(
             "Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG`"

@@ -1,6 +1,4 @@
-"""What a caller of VLLMClient is told by a server that is there, away, loading, silent, or another
-program.
-"""
+"""The errors of VLLMClient with a server that is there, away, loading, silent, or another program."""
 
 from __future__ import annotations
 
@@ -117,7 +115,7 @@ def test_silence_is_told_from_a_refusal(script: Script, free_port: Callable[[], 
             match=rf"^{url} did not answer /step \(.+\); see the server's log, and restart it",
         ):
             VLLMClient(url, 5.0).call("/step", {})
-    assert len(script.asked) == 1  # what may have been heard is not said twice
+    assert len(script.asked) == 1  # a request that may have arrived is not sent twice
 
 
 @pytest.mark.parametrize("answer", [None, (503, {"error": "busy"}), (200, [1]), (200, b"hello")])

@@ -26,13 +26,13 @@ by whole units."""
 
 @dataclass
 class Outcome:
-    """What came of one fault.
+    """The outcome of one fault.
 
     Attributes:
-        fault: what was done, to whom and when.
+        fault: its kind, target and time.
         limit: seconds within which the other side must have ended the update.
         seconds: how long it took.
-        error: what the survivor said.
+        error: the survivor's message.
         must_name: what the error must hold, as regular expressions by what they stand for.
         server: `old version`, `unhealthy`, `gone` or `new version`, after the fault.
         next_attempt: how the next update went; `ok`, or why not.
@@ -138,7 +138,7 @@ class Stage:
         )
 
     def usable(self) -> bool:
-        """Whether the server can go on after a row that could not be judged."""
+        """Report if the server can go on after a row that could not be judged."""
         try:
             return self.server.poll() is None and not self.server.state()["engine_dead"]
         except OSError:
@@ -151,8 +151,8 @@ class Stage:
         self.server.stop()
 
     def end_row(self) -> None:
-        """Stop the trainers of a row, whose memory the next ones need; those that load ahead stay,
-        and one that is well.
+        """Stop the trainers of a row, whose memory the next ones need; trainers that load ahead
+        stay, and one that is well.
         """
         staying = [
             *self._kept.values(),
@@ -172,7 +172,7 @@ class Stage:
     def trainer(self, kind: str = "broadcast") -> Worker:
         """A loaded trainer, new or from an earlier row.
 
-        The next ones of its kind begin to load meanwhile.
+        The next ones of its kind begin to load at the same time.
         """
         kept = self._kept.pop(kind, None)
         if kept is not None and kept.poll() is None:
@@ -259,8 +259,8 @@ class Stage:
             time.sleep(0.1)
 
     def verdict(self, before: dict[str, Any]) -> str:
-        """What the server serves compared with a snapshot; `unhealthy` only if it also refuses to
-        generate.
+        """Compare the served weights with a snapshot; `unhealthy` only if the server also refuses
+        to generate.
         """
         if self.server.poll() is not None or self.server.health() == 0:
             return "gone"
@@ -302,8 +302,8 @@ class Stage:
         return self.server.log_path.stat().st_size
 
     def attempt(self, worker: Worker, mode: str, connect: bool) -> str:
-        """Update once more, joining anew if asked, and compare what is served with what was sent:
-        `ok` or what went wrong.
+        """Update once more, after joining again on request, and compare the served weights with the
+        sent ones: `ok` or the fault.
         """
         try:
             if connect:
@@ -322,12 +322,13 @@ class Stage:
 ABSENCE = re.compile(
     r".*(\[Fleet\] waiting for servers:|looking whether the server was restarted).*"
 )
-"""What a trainer says when its server has gone or does not move: one that broadcasts, and one that
-shares its memory."""
+"""Log lines of a trainer whose server has gone or does not move: one that broadcasts, and one that
+shares its memory.
+"""
 
 
 def note_absence(outcome: Outcome, trainer: Worker, mark: int) -> None:
-    """Wait until a trainer says, behind position `mark` of its log, that it has no server; note in
+    """Wait until a trainer logs, behind position `mark` of its log, that it has no server; note in
     the row when and how.
     """
     started = time.monotonic()

@@ -1,5 +1,5 @@
-"""Is a run on Ray that is killed whole, and started again, the run that nobody killed, bit for bit,
-on a GPU?
+"""A run on Ray that is killed whole and started again equals an undisturbed run, bit for bit, on a
+GPU.
 
     # one GPU: one copy of the weights, trainer and vLLM in turns
     python tests/gpu/check_async_exact.py --output DIR
@@ -8,8 +8,8 @@ on a GPU?
     # without a GPU, vLLM one answer at a time
     python tests/gpu/check_async_exact.py --output DIR --device cpu
 
-What docs/async.md says under "Resumed exactly": `orchestration.exact_resume`, on GPUs in
-deterministic mode, with the driver's own command. One run is left alone. Of the other every process
+This is the section "Resumed exactly" of docs/async.md: `orchestration.exact_resume`, on GPUs in
+deterministic mode, with the driver's own command. One run is left alone. Every process of the other
 gets SIGKILL, the driver first, once the trainer has taken some steps and the rollout service holds
 a part of the next batch; then the same command is given again. Each step's checksum, reward and
 tokens must be equal, and the last weights. Prints a table and writes async_exact.json; ends with
@@ -126,8 +126,8 @@ class Run:
         return read_rows(self.folder / "trainer" / "metrics.jsonl")
 
     def in_the_middle(self) -> bool:
-        """Whether enough steps have been taken and a part of the next batch, but not all, is at the
-        service.
+        """Report if enough steps have been taken and a part of the next batch, but not all, is at
+        the service.
         """
         found = re.findall(
             r"\[Async\] service on (\S+) port (\d+)",

@@ -1,4 +1,4 @@
-"""What becomes of an update when something goes wrong in it? Every fault is really done, to real
+"""Faults in an update of the weights, and their outcome. Every fault is really done, to real
 processes.
 
     # 2 GPUs: vLLM on 0, trainers on 1 (single copy: on 0)
@@ -64,7 +64,7 @@ class Faults:
         self.stage = stage
         self.limit = stage.timeout + MARGIN
 
-    # -- the trainer is the one that suffers
+    # -- faults of the trainer
 
     def trainer_killed(self, mode: str, point: str) -> Outcome:
         """kill -9 of the trainer; another one takes over."""
@@ -80,7 +80,7 @@ class Faults:
         )
 
     def trainer_stopped(self, mode: str, point: str) -> Outcome:
-        """SIGSTOP of the trainer for longer than the deadline; it goes on, is told, and tries
+        """SIGSTOP of the trainer for longer than the deadline; it goes on, gets an error, and tries
         again.
         """
         stage = self.stage
@@ -158,7 +158,7 @@ class Faults:
         return outcome
 
     def port_taken(self) -> Outcome:
-        """MASTER_PORT belongs to somebody else."""
+        """MASTER_PORT belongs to another program."""
         stage = self.stage
         trainer = stage.joined("direct")
         before = stage.snapshot()
@@ -205,7 +205,7 @@ class Faults:
         return outcome
 
     def second_trainer_between_updates(self) -> Outcome:
-        """A second trainer takes over between two updates, and the first is told."""
+        """A second trainer takes over between two updates, and the first gets an error."""
         stage = self.stage
         first, second = stage.joined("direct"), stage.trainer()
         before = stage.snapshot()
@@ -225,7 +225,7 @@ class Faults:
         outcome.judge(("the second's weights",))
         return outcome
 
-    # -- the server is the one that suffers
+    # -- faults of the server
 
     def worker_killed(self, mode: str, point: str) -> Outcome:
         """kill -9 of vLLM's engine; the trainer lives, waits for another server in its place, and
@@ -322,7 +322,7 @@ class Faults:
         attempt: Callable[[], str],
         verdict: str = "",
     ) -> Outcome:
-        """The end of a row in which the server is the one that tells."""
+        """The end of a row in which the server reports the fault."""
         outcome.server = verdict or self.stage.verdict(before)
         outcome.error = f"server: {self.stage.said(mark)}"
         outcome.must_name = {
@@ -360,7 +360,7 @@ def _kind(mode: str) -> str:
 
 
 def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Callable[[], Outcome]]]:
-    """(group, name, what to run), those that cost a server's start last.
+    """Return (group, name, function), rows last that cost a server's start.
 
     Raises BenchError if nothing has a name in --only.
     """
@@ -451,7 +451,7 @@ class Benchmark(Sitting):
 
 
 def report(data: dict[str, Any]) -> str:
-    """The table, and what those said that were not good."""
+    """Return the table, and the messages of failed rows."""
     found = data.get("faults", [])
     cells = [
         [

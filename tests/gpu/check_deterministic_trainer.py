@@ -3,7 +3,7 @@ minute, needs no pytest:
 
     python tests/gpu/check_deterministic_trainer.py [--json FILE]
 
-Every check is made even if others fail, and says what it saw. Not proven here: that vLLM has the
+Every check is made even if others fail, and reports what it saw. Not proven here: that vLLM has the
 same bits, for which there is tests/example_trainer/deterministic/test_exact_determinism.py
 --vllm-url.
 """
@@ -44,7 +44,7 @@ RAGGED = Sizes(
     (1, 2, 63, 65, 300), hidden=192, inner=200, heads=6, kv_heads=2, head_dim=64, vocab=1000
 )
 Result = tuple[bool, str]
-"""Whether a check passed, and what was seen."""
+"""The verdict of a check, and its observation."""
 
 
 def gradient_errors(name: str, sizes: Sizes, dtype: torch.dtype) -> Result:
@@ -185,7 +185,7 @@ def against_the_plain_decoder() -> Result:
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 10) -> float:
-    """Of one call, after two to warm up."""
+    """Return milliseconds of one call, after two to warm up."""
     for _ in range(2):
         work()
     torch.cuda.synchronize()

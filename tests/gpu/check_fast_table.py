@@ -5,7 +5,7 @@ table, shared prefixes.
 
 Under a minute; needs neither vLLM nor pytest. Without a GPU the kernels alone can be checked, under
 Triton's interpreter: TRITON_INTERPRET=1 python tests/gpu/check_fast_table.py. Every check is made
-even if others fail, and says what it saw.
+even if others fail, and reports what it saw.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODEL_FACTOR, SHARED_LIMIT = 1.5, 2e-2
 """The fast decoder's error may be this many times that of the reference table in the same dtype; a
 shared pass's that much."""
 Result = tuple[bool, str]
-"""Whether a check passed, and what was seen."""
+"""The verdict of a check, and its observation."""
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -71,7 +71,7 @@ def norm(dtype: torch.dtype, rows: int, width: int) -> Result:
         draw(dtype, *shape) for shape in ((rows, width),) * 2 + ((width,),) + ((rows, width),) * 2
     )
     y, total = fast_kernels.norm(x, residual, weight, 1e-6)
-    # What the norm sees is the rounded sum; its gradient is taken there.
+    # The norm takes the rounded sum; its gradient is taken there.
     wide, factor = leaf(total), leaf(weight)
     expected = rms(wide, factor)
     gradients = torch.autograd.grad(
@@ -297,7 +297,7 @@ def shared_prefix(shape: Geometry) -> Result:
 
 
 def checks() -> list[tuple[str, Callable[[], Result]]]:
-    """What is checked here, by name."""
+    """Return the checks, by name."""
     found: list[tuple[str, Callable[[], Result]]] = []
     for dtype in (torch.float32, torch.bfloat16):
         kind = str(dtype).removeprefix("torch.")

@@ -1,5 +1,4 @@
-"""What becomes of a fleet on GPUs when one of three servers, or the trainer, fails in each phase of
-an update?
+"""A fleet on GPUs when one of three servers, or the trainer, fails in each phase of an update.
 
     python tests/gpu/check_fleet_faults.py [--json FILE] [--logs FOLDER] [--only PART …]
 
@@ -38,7 +37,7 @@ PARTS = {
     "four GPUs, overlapped": ("tests/gpu/test_fleet_faults.py", "-k", "four_gpus and overlapped"),
     "senders": ("tests/gpu/test_fleet_senders.py",),
 }
-"""What runs at the same time, and pytest's arguments for it."""
+"""Parts that run at the same time, and pytest's arguments for them."""
 
 
 def rows_of(part: str, report: Path) -> list[dict[str, Any]]:
@@ -100,8 +99,8 @@ def run_all(parts: Sequence[str], logs: Path) -> tuple[list[dict[str, Any]], boo
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many tests there were, and for one of three that fails what the updates took and until it
-    was right again.
+    """Return the number of tests, and for each failing server of three the seconds of the updates
+    and until it was right again.
     """
     times = {
         name: spread_ms([row[name] for row in rows if name in row])

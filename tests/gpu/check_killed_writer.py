@@ -1,5 +1,5 @@
-"""What becomes of a process that waits for another one's CUDA event if that one is killed before
-its GPU comes there?
+"""A process that waits for another one's CUDA event, if that one is killed before its GPU comes
+there.
 
     python tests/gpu/check_killed_writer.py [--json FILE]
 
@@ -37,7 +37,7 @@ from vllm_patching.transport.shared_memory import (
 )
 
 SLEEP_SECONDS = 40.0
-"""How long the writer's kernel would run, were the writer not killed."""
+"""Seconds of the writer's kernel, were the writer not killed."""
 DEADLINE = 5.0
 """Seconds that the bounded way waits."""
 PATIENCE = 25.0
@@ -49,13 +49,13 @@ WAYS = ("stream waits for the event", "host asks with a deadline")
 
 @dataclass
 class Row:
-    """What one reader did.
+    """The outcome of one reader.
 
     Attributes:
         case: what was done to the writer.
         way: how the reader waited.
         seconds: from the question to its answer; None: it never answered.
-        outcome: what it says.
+        outcome: its message.
         good: whether it is what the way must do.
     """
 
@@ -67,7 +67,7 @@ class Row:
 
 
 def cycles(seconds: float) -> int:
-    """What torch.cuda._sleep wants for about that time on this GPU."""
+    """Return the argument of torch.cuda._sleep for about that time on this GPU."""
     sample = 200_000_000
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)
@@ -112,7 +112,7 @@ def reader(pipe: Connection) -> None:
 
 
 def _look(event: torch.cuda.Event, weights: torch.Tensor, way: str) -> tuple[str, float]:
-    """What the way of waiting came to, and the memory's highest value (-1 if it was not read)."""
+    """Return the outcome of the wait, and the memory's highest value (-1 if it was not read)."""
     try:
         if way == WAYS[0]:
             event.wait()
@@ -173,7 +173,7 @@ def _answer(pipe: Connection, seconds: float, what: str) -> Any:
 
 
 def writer_lives(pair: Pair, way: str) -> Row:
-    """The write comes after a second, and is seen by whoever waited."""
+    """The write comes after a second, and is seen by every reader that waited."""
     pair.write(1.0, 2.0)
     return _judge(
         pair, "writer lives", way, lambda said, highest: (said, highest) == ("reached", 2.0)
@@ -215,7 +215,7 @@ def _judge(
 ) -> Row:
     """Ask the reader, unless it is looking already.
 
-    What only tells how the driver behaves is never bad.
+    A row that only describes the driver is never bad.
     """
     begun = time.monotonic()
     try:
@@ -236,7 +236,7 @@ def _judge(
 
 
 def latency() -> Row:
-    """What asking costs when there is nothing to wait for any more."""
+    """Time a query when there is nothing to wait for any more."""
     event, _ = share_event(torch.device("cuda", 0))
     torch.cuda.synchronize()
     begun = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Does the memory plan say what a training takes? Real steps with random weights of real shapes; no
-vLLM, no network, no files.
+"""Compare the memory plan with the memory of real steps. Real steps with random weights of real
+shapes; no vLLM, no network, no files.
 
     python tests/gpu/check_memory_plan.py --output DIR                    every configuration that the GPUs at hand suffice for
     python tests/gpu/check_memory_plan.py --output DIR --only lora_8b     some of them
@@ -110,7 +110,7 @@ class Benchmark(Sitting):
     """One configuration after the other."""
 
     def run(self) -> None:
-        """Those that were asked for and that the GPUs suffice for."""
+        """Measure the chosen ones that the GPUs suffice for."""
         self.describe()
         gpus = torch.cuda.device_count() if self.on_gpu else 2
         found: list[dict[str, Any]] = []

@@ -40,7 +40,7 @@ from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.step import make_objective
 
 Result = tuple[bool, str]
-"""Whether a check passed, and what was seen."""
+"""The verdict of a check, and its observation."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GEOMETRY = Geometry(
     architecture="Qwen3ForCausalLM",
@@ -106,8 +106,8 @@ def step(
 
 
 def a_long_batch() -> Result:
-    """It runs out, everything is given back, and the steps behind it are those of a trainer that
-    never saw it.
+    """It runs out, everything is given back, and the steps behind it equal the steps of a trainer
+    that never saw it.
     """
     if DEVICE.type == "cpu":
         return True, "not tried: no GPU"
@@ -144,8 +144,8 @@ def a_long_batch() -> Result:
 
 
 def rank(hurt: list[int], call: int) -> None:
-    """What torchrun starts for the checks of two ranks: step 2 runs out of memory in the last
-    layer, on some.
+    """Started by torchrun for the checks of two ranks: step 2 runs out of memory in the last layer,
+    on some.
     """
     guarded.GRACE_SECONDS = 5.0
     device = DEVICE

@@ -230,7 +230,7 @@ def cells(data: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def total(data: dict[str, Any]) -> dict[str, int]:
-    """Tokens that were compared in deterministic mode, and those of them that differ."""
+    """Return the tokens that were compared in deterministic mode, and how many of them differ."""
     counted = [found for name, _, found in cells(data) if not name.startswith("control")]
     return {key: sum(found[key] for found in counted) for key in ("tokens", "mismatched")}
 

@@ -1,4 +1,4 @@
-"""What a single copy on a GPU stands on: the sums, and waiting for another process's writes. Half a
+"""The base of a single copy on a GPU: the sums, and waiting for another process's writes. Half a
 minute, needs no pytest:
 
 python tests/gpu/check_single_copy_pieces.py [--json FILE]
@@ -31,7 +31,7 @@ from vllm_patching.weights.sharding import Slice
 from vllm_patching.worker.receiving import WeightUpdater
 
 Result = tuple[bool, str]
-"""Whether a check passed, and what was seen."""
+"""The verdict of a check, and its observation."""
 SIZES = (2, 8190, 8192, 16384, 16386, 50002, 3 * 8192 * 2)
 WRITES = 200
 """Copies that one process enqueues, behind which the other must wait: tens of milliseconds of

@@ -9,13 +9,13 @@ real; the model is the starter.
     python tests/gpu/check_training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2
     python tests/gpu/check_training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2 --kill-after 25
 
-Where there are no GPUs for the trainer beside vLLM's, it shares those. Each mode trains a few steps
+Where there are no GPUs for the trainer beside vLLM's, it shares them. Each mode trains a few steps
 on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
-parameter was mapped, and the policy that was trained is the one that sampled (KL to the rollouts
-near 0; in deterministic mode no token differs). With --repeat, other processes do the same beside
-it; in deterministic mode the weights must then be the same, bit for bit, after each step. With
+parameter was mapped, and the trained policy is the one that sampled (KL to the rollouts near 0; in
+deterministic mode no token differs). With --repeat, other processes do the same beside it; in
+deterministic mode the weights must then be the same, bit for bit, after each step. With
 --kill-after, all four processes of the last run get SIGKILL after that step, and it is resumed: its
-weights must be those of the runs that nobody killed. Prints a table and writes training_modes.json.
+weights must equal the undisturbed runs' weights. Prints a table and writes training_modes.json.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ from example_trainer.launcher import roles
 
 CACHE_GIB, MODEL_LENGTH = 4, 512
 MOST_KL = 0.02
-"""Nats per token between the policy that sampled and the one that is trained: bf16 kernels of two
-programs differ that much."""
+"""Nats per token between the policy that sampled and the trained one: bf16 kernels of two programs
+differ that much.
+"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ class Mode:
 
     @property
     def on_policy(self) -> bool:
-        """Whether each step is sampled by the weights that it trains, or those of a step before."""
+        """Report if each step is sampled by the weights that it trains, or by the weights of a step
+        before.
+        """
         return not self.own_server and self.parameter_server is None
 
     @property
@@ -325,7 +328,7 @@ class Run:
         return list({row["step"]: row for row in read_rows(self.processes.metrics)}.values())
 
     def trainer_options(self) -> dict[str, roles.Value]:
-        """What grpo.py is started with in this mode, beside the mode's own flags."""
+        """Return the options of grpo.py in this mode, beside the mode's own flags."""
         mode, args = self.mode, self.args
         options: dict[str, roles.Value] = {
             "vllm_port": self.ports[0],
@@ -377,7 +380,7 @@ class Run:
 
 
 def ranks_in(log: Path) -> int:
-    """How many ranks a trainer started, by its log; 1 if it stayed one process."""
+    """Return the number of ranks that a trainer started, by its log; 1 if it stayed one process."""
     started = re.search(
         r"\[Ranks\] Starting (\d+) ranks", log.read_text(encoding="utf-8", errors="replace")
     )
@@ -385,8 +388,8 @@ def ranks_in(log: Path) -> int:
 
 
 def first_difference(runs: list[dict[str, Any]]) -> int | None:
-    """The first step, from 1, after which the weights of a run are not those of the first one; None
-    if there is none.
+    """Return the first step, from 1, after which the weights of a run differ from the first one's;
+    None if they never do.
     """
     for step, checksums in enumerate(
         zip(*(run["checksums"] for run in runs), strict=True), start=1
@@ -430,7 +433,7 @@ def repeated(name: str, mode: Mode, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _served(port: int) -> int:
-    """The version that a server says it serves, of the whole weights or of an adapter."""
+    """Return the version that a server serves, of the whole weights or of an adapter."""
     answer = httpx.get(f"http://localhost:{port}/bridge/state", timeout=30)
     if answer.status_code != 200:
         answer = httpx.get(f"http://localhost:{port}/lora/status", timeout=30)
@@ -442,7 +445,7 @@ class Benchmark(Sitting):
     """One mode after the other."""
 
     def run(self) -> None:
-        """Those that were asked for and that the GPUs suffice for."""
+        """Measure the chosen ones that the GPUs suffice for."""
         self.describe(modes={})
         for name in self.args.only or MODES:
             gpus = torch.cuda.device_count()

@@ -30,7 +30,9 @@ from example_trainer.weight_bridge.stream import Cohort
 from vllm_patching.weights.families import Geometry
 
 RESTART_SECONDS = 240.0
-"""How long a trainer waits for a server that has gone: a GPU server's first start takes 130 s."""
+"""Seconds that a trainer waits for a server that has gone: a GPU server's first start takes 130
+s.
+"""
 
 
 class FaultTrainer(BenchTrainer):
@@ -41,8 +43,8 @@ class FaultTrainer(BenchTrainer):
         self.startup_timeout = RESTART_SECONDS
 
     def sync_held(self, at: str) -> dict[str, Any]:
-        """One update that stops at a point, says so ({"event": point}), and goes on when it reads a
-        line.
+        """One update that stops at a point, reports it ({"event": point}), and goes on when it
+        reads a line.
         """
 
         def wait() -> None:
@@ -73,7 +75,7 @@ class FaultTrainer(BenchTrainer):
         refuses another dtype: its check is made here without its memory, which needs a shared GPU.
 
         Returns:
-            what the trainer's own check says, what the server says to a trainer that does not
+            the trainer's own check's message, the server's message to a trainer that does not
             check, and the parameter's name.
         """
         model = Decoder(Geometry.from_config(SHAPES[self.shape]), self.dtype, torch.device("meta"))
@@ -196,13 +198,13 @@ def replaced(methods: Sequence[Replacement]) -> Iterator[None]:
 
 
 def once(work: Callable[[], None]) -> Callable[[], None]:
-    """`work`, of which every call but the first does nothing."""
+    """Return `work` whose first call alone does something."""
     todo = [work]
     return lambda: todo.pop()() if todo else None
 
 
 def told_to_go_on(answers: Answers, at: str) -> bool:
-    """Say that a point has been reached and wait for the parent's line; False if the parent has
+    """Report that a point has been reached and wait for the parent's line; False if the parent has
     gone.
     """
     answers.write({"event": at})
@@ -210,15 +212,15 @@ def told_to_go_on(answers: Answers, at: str) -> bool:
 
 
 def broken_transfer(bridge: BroadcastBridge, hold: Callable[[], None]) -> list[Replacement]:
-    """What has `hold` called in the middle of what is sent: before the last bucket, while the
-    servers receive.
+    """Have `hold` called in the middle of a transfer: before the last bucket, while the servers
+    receive.
     """
 
     def broken(line: Line) -> Callable[..., list[str]]:
         send = line.stream.send
 
         def send_and_hold(cohort: Cohort, lost: Callable[[], str]) -> list[str]:
-            # Formed anew in every try, so that its lanes are known only now.
+            # Formed again in every try, so that its lanes are known only now.
             for lane in cohort.own_lanes:
                 vars(lane)["begin"] = held_begin(lane.begin, hold)
             try:
@@ -251,7 +253,7 @@ class SpreadFaultTrainer(SpreadTrainer):
     """
 
     def sync_held(self, at: str) -> dict[str, Any]:
-        """One update that stops in `transfer`, says so ({"event": "transfer"}), and goes on when
+        """One update that stops in `transfer`, reports it ({"event": "transfer"}), and goes on when
         rank 0 reads a line.
         """
         if at != "transfer":

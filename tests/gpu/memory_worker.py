@@ -45,7 +45,7 @@ SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is trained, and how.
+    """A training and its options.
 
     Attributes:
         shape: of bench.gpu.shapes.
@@ -53,7 +53,7 @@ class Configuration:
         lora_rank: of adapters on every projection; 0 trains every parameter.
         offload: masters and moments are in the host's memory.
         ranks: processes, sharded by FSDP2.
-        vllm_ranks: to whom weights are packed to be sent; 0: to nobody.
+        vllm_ranks: ranks for which weights are packed to be sent; 0: none.
         device: cuda or cpu.
     """
 
@@ -72,8 +72,8 @@ class Configuration:
 
 
 class Parts:
-    """The greatest use in each part of a step, told apart where the gradient reaches the last norm,
-    and the embedding.
+    """Return the greatest use in each part of a step; parts end where the gradient reaches the last
+    norm, and the embedding.
     """
 
     def __init__(self, model: Decoder, meter: Meter) -> None:
@@ -84,7 +84,7 @@ class Parts:
         model.model.embed_tokens.register_forward_hook(self._embedded)
 
     def end(self, part: str) -> None:
-        """Say that what was done since the last call belongs to `part`."""
+        """Assign the work since the last call to `part`."""
         self.peaks[part] = max(self.peaks.get(part, 0), self._meter.peak)
         self._meter.reset()
 
@@ -101,7 +101,7 @@ class Parts:
 
 
 def manifests(shape: str, dtype: torch.dtype, tp_size: int) -> list[Manifest]:
-    """What vLLM of that many ranks would say that it holds."""
+    """Return the manifests of a vLLM of that many ranks."""
     geometry = Geometry.from_config(SHAPES[shape])
     ranks = [plan_shards(geometry, rank, tp_size) for rank in range(tp_size)]
     return [
@@ -145,7 +145,7 @@ def group_ranks(count: int) -> Ranks:
 
 
 class _Nowhere(Lane):
-    """A lane that nobody listens at: what it takes to send is counted, and nothing goes anywhere."""
+    """A lane without a listener: the memory for sending is counted, and nothing is sent."""
 
     def __init__(self, place: LanePlace, device: torch.device) -> None:
         super().__init__(place, None, 1.0)
@@ -163,7 +163,7 @@ class _Nowhere(Lane):
 
 
 class Outgoing:
-    """What BroadcastBridge does with the weights in an update, without servers."""
+    """The work of BroadcastBridge with the weights in an update, without servers."""
 
     def __init__(
         self, model: Decoder, layout: Sequence[Manifest], ranks: Ranks, device: torch.device
@@ -265,12 +265,12 @@ def take_step(
 
 
 def planned(request: MemoryRequest) -> dict[str, int]:
-    """What the plan says of each part."""
+    """Return the plan's bytes of each part."""
     plan = plan_memory(request)
     lasting = sum(plan.lasting.values())
     buffers = plan.lasting[SEND_BUFFERS]
     moments = {name: lasting + sum(items.values()) for name, items in plan.moments.items()}
-    if request.lora:  # nothing tells these two apart where no gradient reaches the embedding
+    if request.lora:  # these two cannot be distinguished where no gradient reaches the embedding
         moments["end of the backward pass"] = max(
             moments.pop("backward of the layers"), moments["end of the backward pass"]
         )
@@ -285,7 +285,9 @@ def planned(request: MemoryRequest) -> dict[str, int]:
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """The configuration's figures; of several ranks, those of the one that took most."""
+    """Return the configuration's figures; of several ranks, the figures of the one that took
+    most.
+    """
     configuration = Configuration(**asked)
     device = torch.device(configuration.device)
     torch.manual_seed(0)

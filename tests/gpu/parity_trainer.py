@@ -1,7 +1,8 @@
 """The trainer's side of the parity matrix: samples from a server and recomputes every logprob in
 deterministic mode.
 
-A process of its own, told what to do line by line, as bench.gpu.trainer, whose commands it has too.
+A process of its own, which takes commands line by line, as bench.gpu.trainer, whose commands it has
+too.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class ParityTrainer(BenchTrainer):
     decoder = staticmethod(deterministic_decoder)
 
     def pair(self) -> dict[str, str]:
-        """What differs between the server's kernels and tables and ours; empty strings if nothing
-        does.
+        """Return the differences between the server's kernels and tables and ours; empty strings if
+        there are none.
         """
         assert self.model is not None
         theirs = self._get("/bridge/info")["deterministic"]

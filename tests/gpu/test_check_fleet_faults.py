@@ -1,4 +1,4 @@
-"""What check_fleet_faults.py makes of pytest's report; needs no GPU."""
+"""check_fleet_faults.py's reading of pytest's report; needs no GPU."""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def test_a_tiny_configuration_is_planned_measured_and_written_down(
 
 
 def test_the_plan_was_right_on_gpus() -> None:
-    """Of what is committed: at the greatest moment, and wherever a step may be at its greatest."""
+    """Compare the committed bytes: at the greatest moment, and wherever a step may be at its
+    greatest.
+    """
     rows = json.loads(
         (Path(__file__).resolve().parents[2] / "bench" / "results" / "memory_plan.json").read_text()
     )["results"]

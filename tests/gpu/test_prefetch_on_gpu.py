@@ -67,7 +67,7 @@ def test_what_arrives_on_the_gpu_is_what_was_packed() -> None:
         ((expected,),) = reader.read([groups[number]], number).minibatches
         for one, packed in zip(bins, expected, strict=True):
             for name, tensor in packed.tensors().items():
-                # What a batch does not have is NaN in it.
+                # A missing field of a batch is NaN in it.
                 there = one[name].cpu()
                 same = there.isnan() & tensor.isnan() | (there == tensor)
                 assert same.all(), f"{name} of batch {number}"

@@ -129,7 +129,7 @@ def test_only_a_run_that_falls_apart_has_diverged() -> None:
 
 @pytest.mark.parametrize("tail", [1, 5, 9])
 def test_the_last_steps_count_where_the_windows_do_not_come_out_even(tail: int) -> None:
-    """Of 101 to 109 steps a window has eleven."""
+    """In runs of 101 to 109 steps a window has eleven."""
     steps = 100 + tail
     rows = rows_of([0.8] * (steps - 11) + [-0.9] * 11)
     assert (divergence(rows, "") or "").startswith("reward fell from 0.")
@@ -306,8 +306,8 @@ def test_what_another_model_or_other_code_came_to_is_not_kept(
 def test_what_an_earlier_file_has_is_taken_over_and_the_rest_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the same flags and model, whatever the code; a run that failed, or is of fewer steps, is
-    trained again.
+    """Same flags and model, whatever the code; a run that failed, or has fewer steps, is trained
+    again.
     """
     arguments = [
         "--output",

@@ -75,8 +75,9 @@ def test_replies_to_long_questions_vary_in_form() -> None:
 
 
 ONE_LAYER = {"num_hidden_layers": 1}
-"""The shape of a model whose matrices are those of the one that ships, and fewer: on a processor
-that cannot multiply in bfloat16, one step of Muon takes longer than all else in these tests."""
+"""The shape of a model with the shipped one's matrices, and fewer: on a processor that cannot
+multiply in bfloat16, one step of Muon takes longer than all else in these tests.
+"""
 
 
 def test_same_command_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +126,7 @@ def test_same_command_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_figures_are_those_of_the_model_whoever_measures_it(tmp_path: Path) -> None:
-    """Of the model that ships, which ends its replies: an untrained one writes each of them to the
+    """The shipped model, which ends its replies: an untrained one writes each of them to the
     longest.
     """
     first = json.loads((SHIPPED / "training_log.jsonl").read_text().splitlines()[0])["plan"]

@@ -78,7 +78,7 @@ def test_it_says_where_it_runs_and_ends_cleanly(tmp_path: Path, number: signal.S
 
 
 def until_refused(port: int) -> None:
-    """Wait until nobody listens on a port any more: a service that is to end takes no more
+    """Wait until a port has no listener any more: a service that is to end takes no more
     connections.
     """
     deadline = time.monotonic() + 60
@@ -220,7 +220,7 @@ def test_a_store_is_continued(tmp_path: Path) -> None:
 
 
 def answer_to(service: Service, *parts: bytes, pause: float = 0.0) -> bytes:
-    """What the service says to bytes that are sent one after the other, until it closes the
+    """Return the service's reply to bytes that are sent one after the other, until it closes the
     connection.
     """
     with socket.create_connection(("127.0.0.1", service.port)) as client:
@@ -228,7 +228,7 @@ def answer_to(service: Service, *parts: bytes, pause: float = 0.0) -> bytes:
         said = b""
         with suppress(
             ConnectionError
-        ):  # closed while bytes were on their way: what was said before may be lost with them
+        ):  # closed while bytes were on their way: the reply before may be lost with them
             for part in parts:
                 client.sendall(part)
                 time.sleep(pause)

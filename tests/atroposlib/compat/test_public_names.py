@@ -43,7 +43,7 @@ def members(found: Any) -> set[str]:
 
 
 def missing() -> set[str]:
-    """What the public package has and ours has not."""
+    """Names that the public package has and ours has not."""
     gone: set[str] = set()
 
     def compare(where: str, found: Any, wanted: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Reward functions: how they are made by name, and what they say about texts."""
+"""Reward functions: their making by name, and their scores of texts."""
 
 from __future__ import annotations
 
@@ -296,9 +296,7 @@ def test_repetition() -> None:
 
 
 def test_meaning_is_the_cosine_of_embeddings(tmp_path: Path) -> None:
-    """With a model of two words whose embeddings are known: what it says of them is all that
-    matters here.
-    """
+    """With a model of two words whose embeddings are known: only its scores matter here."""
     torch = pytest.importorskip("torch")
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast

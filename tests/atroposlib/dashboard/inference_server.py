@@ -1,7 +1,7 @@
 """A process that answers what the page asks an inference server, and is killed:
 `python inference_server.py PORT [INSTANCE]`.
 
-Tests of what the page says of a server that is gone need a process that can go, not a model.
+Tests of the page's text about a server that is gone need a process that can go, not a model.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Whatever a model says is shown as text: it draws nothing, runs nothing, moves nothing, and holds
-nothing up.
+"""A model's text is shown as text: it draws nothing, runs nothing, moves nothing, and delays
+nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SAID = {
 }  # fmt: skip
 MEGABYTE = 1 << 20
 CONTROLS = r"/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/"
-"""What moves a cursor or turns the order of a line: it is shown as a sign for itself."""
+"""Characters that move a cursor or turn the order of a line: each is shown as a sign for itself."""
 
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Iterator[MadeUpRun]:
-    """A run whose model, environment and figures all say what they should not."""
+    """A run whose model, environment and figures all contain hostile text."""
     folder = tmp_path_factory.mktemp("hostile")
     service = Service(
         folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)
@@ -62,7 +62,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> It
 
 
 def is_inert(seen: Visit, where: str) -> None:
-    """Nothing of what was said has become a part of the page."""
+    """No part of the text has become a part of the page."""
     page = seen.page
     assert (
         page.locator("main img, main style, main script, main svg[onload], main [onerror]").count()

@@ -1,5 +1,6 @@
-"""Somebody watches while an inference server and the service are killed: the page says what is
-gone, since when, and what to do, until they are back."""
+"""A person watches while an inference server and the service are killed: the page names the missing
+part, since when, and the remedy, until they are back.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def alert(seen: Visit, text: str) -> Locator:
 
 
 def since(fault: Locator) -> str:
-    """When a fault began, as the page says it."""
+    """Return the time at which the page dates a fault."""
     found = re.search(r"Since (\d\d:\d\d:\d\d)\.", fault.inner_text())
     assert found is not None, fault.inner_text()
     return found[1]
@@ -61,7 +62,7 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         headline = seen.page.locator("#headline")
         headline.filter(has_text="Training: 1 environment, 1 of 1 server well.").wait_for()
 
-        # It hangs, and its connections stay: whoever hears nothing for half a minute, tries a new
+        # It hangs, and its connections stay: a page without a message for half a minute tries a new
         # one.
         sleeper = visit(seen.origin)
         sleeper.page.clock.install()
@@ -98,7 +99,7 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         service.start()
         seen.until(LIVE)
         mute.wait_for(state="detached")
-        late = visit(seen.origin)  # somebody who opens the page only now
+        late = visit(seen.origin)  # a person opens the page only now
         late.expect(UNANSWERED)
         late.open("/ui")
         for one in seen, late:

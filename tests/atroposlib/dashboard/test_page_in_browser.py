@@ -156,7 +156,7 @@ def test_a_session_ends_and_says_so(tmp_path: Path, visit: Callable[..., Visit])
         guest.page.get_by_role("heading", name="Weights", level=1).wait_for()
         guest.page.get_by_role(
             "heading", name="Sign in"
-        ).wait_for()  # by itself: the stream tells that the session is over
+        ).wait_for()  # by itself: the stream reports that the session is over
         assert "next=%2Fui%2Fweights" in guest.page.url
         guest.page.get_by_role("textbox", name="Key").fill(KEY)
         guest.page.keyboard.press("Enter")

@@ -51,7 +51,7 @@ def compared(
     tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, server: VllmServer
 ) -> Iterator[MadeUpRun]:
     """A run in deterministic mode, after two steps of 1,000 tokens each: one token differed, and
-    the trainer has told which.
+    the trainer has reported it.
     """
     folder = tmp_path_factory.mktemp("compared")
     service = Service(
@@ -91,7 +91,7 @@ def compared(
 
 
 def told(seen: Visit, server: VllmServer, *parts: str) -> str:
-    """What the page says of a server, as soon as all of this stands there."""
+    """Return the page's text about a server, as soon as all of this stands there."""
     card = (
         seen.page.get_by_role("list", name="Servers")
         .get_by_role("listitem")

@@ -1,5 +1,5 @@
-"""What tests of environments share: a tokenizer that needs no download, and the processes around an
-environment.
+"""Shared parts of tests of environments: a tokenizer that needs no download, and the processes
+around an environment.
 """
 
 import sys
@@ -146,7 +146,7 @@ class Stack:
         self.trainer_uuid = answer.json()["uuid"]
 
     def end_run(self) -> None:
-        """Say, as the trainer does after its last step, that the run has ended."""
+        """Report, as the trainer does after its last step, that the run has ended."""
         body = {"uuid": self.trainer_uuid}
         httpx.post(f"{self.service_url}/run/end", json=body, timeout=60).raise_for_status()
 

@@ -46,7 +46,7 @@ class ScriptedEnv(BaseEnv):
 
 
 def run(env: ScriptedEnv) -> Any:
-    """One item's way to the service. What became of it."""
+    """One item's way to the service. Its outcome."""
 
     async def whole() -> Any:
         groups = await env._runner.rollouts.roll_out("item")

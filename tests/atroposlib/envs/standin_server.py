@@ -51,8 +51,8 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
 
     @app.get("/weights")
     def weights(response: Response) -> dict[str, Any]:
-        """As our server says it, where `serving` is set; like a stock server, it knows no such
-        route otherwise.
+        """Answer as our server does, if `serving` is set; otherwise, like a stock server, without
+        such a route.
         """
         if state.get("serving") is None:
             response.status_code = 404

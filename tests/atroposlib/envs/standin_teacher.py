@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from example_trainer.child_processes.ports import PortReservations
 
 _PORTS = PortReservations()
-"""Nobody else takes one while its teacher is away."""
+"""No other environment takes one while its teacher is away."""
 
 
 def expected(tokens: list[int]) -> list[float | None]:
@@ -34,7 +34,7 @@ class StandinTeacher:
         self.shift = 0  # of every id that /tokenize answers
         self.context = 512
         self.root = "/models/first"
-        self.wrong_token: int | None = None  # of which it has no logprob
+        self.wrong_token: int | None = None  # whose logprob it does not have
         self.key: str | None = None
         self.status = 200
         self.answer: Any = None

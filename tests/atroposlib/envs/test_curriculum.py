@@ -184,7 +184,7 @@ def test_the_group_says_which_answers_are_right(tmp_path: Path) -> None:
 
     class Silent(Graded):
         def note_success(self, item: int, right: Sequence[bool]) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     async def one_after_the_other() -> list[bool]:
         groups = [await group_of(environment, 1), await group_of(Silent(tmp_path), 1)]

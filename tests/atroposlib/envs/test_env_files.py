@@ -1,5 +1,5 @@
-"""What an environment writes: groups, metrics, its own state; and what becomes of that which cannot
-be written.
+"""Files of an environment: groups, metrics, its own state; and the fate of values that cannot be
+written.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ def test_checkpoints_keep_the_environments_own_state(tmp_path: Path) -> None:
 
 
 class Unwritable:
-    """What no JSON can hold."""
+    """Values that JSON cannot hold."""
 
 
 @pytest.mark.parametrize("as_list", [False, True])

@@ -1,4 +1,4 @@
-"""Putting groups together and refusing those that do not line up."""
+"""Groups are put together, and refused if they do not line up."""
 
 import math
 from decimal import Decimal

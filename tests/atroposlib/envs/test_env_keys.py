@@ -1,5 +1,5 @@
-"""Keys reach the services that they are for and nobody else; proxies of the world outside stand
-between no two of ours.
+"""Keys reach only the services that they are for; proxies to the outside stay out of connections
+between ours.
 """
 
 import asyncio
@@ -228,7 +228,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server on this machine, which a proxy that is set and not there must not keep anybody from."""
+    """A server on this machine, which must stay reachable though a proxy is set and missing."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):

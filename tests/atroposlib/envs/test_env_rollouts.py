@@ -208,7 +208,7 @@ def test_process_counts_the_drops_of_each_item_alone() -> None:
 
 
 def seeds_of(items: int, **settings: Any) -> list[list[int | None]]:
-    """What sampling_seed gives for two requests of each of a few items that are in work at the same
+    """Return the sampling seeds of two requests of each of a few items that are in work at the same
     time.
     """
     found: list[list[int | None]] = [[] for _ in range(items)]

@@ -1,4 +1,4 @@
-"""How sequences were sampled, where the environment does not say it itself."""
+"""Sampling parameters of sequences whose environment does not set them itself."""
 
 import asyncio
 import pickle
@@ -123,7 +123,7 @@ def test_how_sequences_were_sampled_is_known_again_by_their_tokens(
     told: list[Any] | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of an environment that carries nothing along.
+    """The answers of an environment that carries nothing along.
 
     A mask that trains on the prompt is that of a later turn.
     """
@@ -169,7 +169,7 @@ def test_how_sequences_were_sampled_is_known_again_by_their_tokens(
 
 
 def record_of(*requests: tuple[list[int], list[int], float]) -> VersionRecord:
-    """What a rollout sampled: (prompt, output, temperature) of each request."""
+    """Return the samples of a rollout: (prompt, output, temperature) of each request."""
     record = VersionRecord()
     for prompt, output, temperature in requests:
         sampling = sampling_of({"temperature": temperature}, 1)
@@ -180,7 +180,7 @@ def record_of(*requests: tuple[list[int], list[int], float]) -> VersionRecord:
 
 
 def test_what_a_judge_was_asked_says_nothing_of_the_sequences_that_it_judged() -> None:
-    """They came from elsewhere, as from the OpenAI routes, of which no tokens are known."""
+    """They came from elsewhere, as from the OpenAI routes, whose tokens are unknown."""
     rows, masks = [[1, 2, 3, 4]], [[-100, -100, 3, 4]]
     judged = record_of(([9, 1, 2, 3, 4], [7], 0.0), ([2, 3, 4], [7], 0.3))
     assert judged.sampled is not None
@@ -222,7 +222,7 @@ def test_requests_of_an_evaluation_are_not_noted() -> None:
 
 
 def test_a_record_does_not_grow_with_the_conversation() -> None:
-    """Each of many turns has all before it in its prompt; a proxy tells the same sequences again
+    """Each of many turns has all before it in its prompt; a proxy reports the same sequences again
     each time.
     """
     conversation = list(range(100))

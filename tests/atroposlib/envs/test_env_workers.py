@@ -16,8 +16,8 @@ PAIR = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
 
 
 class StandInService:
-    """What the serving loop asks for at each round; `statuses` come one after the other, the last
-    one for ever.
+    """Answers the serving loop at each round; `statuses` come one after the other, the last one for
+    ever.
     """
 
     def __init__(self, *statuses: dict[str, Any]):
@@ -121,7 +121,7 @@ async def test_the_environments_own_limit_ends_it_whatever_the_run_does() -> Non
 async def test_a_trainer_that_does_more_steps_than_it_said_is_not_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was resumed with more steps: each of them begins the wait anew."""
+    """It was resumed with more steps: each of them begins the wait again."""
     now = [0.0]
     monkeypatch.setattr("atroposlib.envs.runner.runner.time.monotonic", lambda: now[0])
     env = idle(

@@ -103,7 +103,7 @@ async def make(shared_inference: str, tokenizer: Any) -> AsyncIterator[Make]:
 
 
 def control(url: str, **change: Any) -> int:
-    """How many requests there have been."""
+    """Return the number of requests so far."""
     requests: int = httpx.post(f"{url}/control", json=change).raise_for_status().json()["requests"]
     return requests
 
@@ -327,8 +327,8 @@ class Programs(Sums):
 async def test_a_sandbox_that_breaks_under_a_tool_is_counted_and_never_scored(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its keeper is killed between two calls, which nobody notices; under every program; and cannot
-    be started any more.
+    """Its keeper is killed between two calls, unnoticed; under every program; and cannot be started
+    any more.
     """
     environment = make("<print(3)>", kind=Programs, group_size=1, max_token_length=100, max_turns=1)
     assert isinstance(environment, Programs)
@@ -345,7 +345,7 @@ async def test_a_sandbox_that_breaks_under_a_tool_is_counted_and_never_scored(
         box._keeper.wait(60)
 
     async def dies_under_it(request: bytes, calls: int) -> Any:
-        if b"print(3)" in request:  # and not the trial of a keeper that was started anew
+        if b"print(3)" in request:  # and not the trial of a keeper after its restart
             kill_the_keeper()
         return await run_once(request, calls)
 

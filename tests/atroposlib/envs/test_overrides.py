@@ -1,5 +1,5 @@
-"""What an environment overrides is what runs, wherever the SDK needs it; and `super()` does what
-the SDK would have done.
+"""An override of an environment runs wherever the SDK needs it; and `super()` does the work of the
+SDK.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StandInService:
         }
 
     async def disconnect(self, env_id: int) -> None:
-        """There is nobody to tell."""
+        """Without listeners."""
 
     async def close(self) -> None:
         """There is nothing to close."""

@@ -1,5 +1,5 @@
-"""What an environment logs arrives in W&B: the real package, offline, read back from the file that
-it would upload.
+"""Logs of an environment arrive in W&B: the real package, offline, read back from the file that it
+would upload.
 
 The test runs where wandb is installed, in this environment or in a folder of its own; with
 LOCKSTEP_WANDB=1 it fills that folder first. The project itself does without.
@@ -102,7 +102,7 @@ def test_an_environment_logs_to_wandb(
         *("--env.use_wandb", "--env.group_size", "4", "--env.wandb_name", "sums"),
         *("--env.ensure_scores_are_not_same", "false", "--env.num_rollouts_to_keep", "8"),
     ]
-    # Without a login the run is kept offline, though nothing says so.
+    # Without a login the run is kept offline by default.
     variables: dict[str, str | None] = {
         **dict.fromkeys(("NETRC", "WANDB_API_KEY", "WANDB_MODE")),
         "HOME": str(tmp_path),

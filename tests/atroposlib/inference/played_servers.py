@@ -25,7 +25,7 @@ class Light:
         self.says(serving=True)
 
     def says(self, **told: Any) -> None:
-        """What GET /weights answers."""
+        """The answer to GET /weights."""
         known = {
             "instance": "i",
             "weight_version": 3,

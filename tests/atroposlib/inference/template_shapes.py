@@ -1,5 +1,5 @@
-"""Chat templates made of parts, each of which some family of models has, and a server that answers
-with given tokens.
+"""Chat templates made of parts, each from some family of models, and a server that answers with
+given tokens.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ HISTORY = {
     "reasoning must be in a field": "<think>{{ '\n' + m.reasoning_content + '\n' }}</think>{{ c }}",
     "reasoning must be in tags": "{% if '</think>' not in c %}{{ raise_exception('no reasoning') }}{% endif %}{{ c }}",
 }
-"""How a template writes the answer `c` of an earlier turn."""
+"""Return the template's text of the answer `c` of an earlier turn."""
 OPENED = ("", "<think>\n", "<think>", "<think>\n\n</think>\n\n", "</think>", "[THINK]")
 ROLES = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('role') }}"
@@ -66,7 +66,7 @@ class Shape:
         return (ROLES if self.strict else "") + loop + opening
 
     def tail(self, sampled_end: str, *messages: dict[str, Any]) -> str:
-        """What follows an answer, of which the model sampled this end: written without the
+        """Return the text after an answer whose end the model sampled: written without the
         template.
         """
         stripped = self.turn_end.lstrip()

@@ -1,8 +1,8 @@
 """Conversations under chat templates of every shape: what was sampled is never rendered again.
 
-The templates are made of parts, each of which some family of models has: tags of reasoning in the
-generation prompt, answers that are stripped, trimmed or rebuilt in the history, ends of turns that
-the model does not sample, roles that are refused.
+The templates are made of parts from families of models: tags of reasoning in the generation prompt,
+answers that are stripped, trimmed or rebuilt in the history, ends of turns that the model does not
+sample, roles that are refused.
 """
 
 import asyncio
@@ -196,7 +196,7 @@ def test_a_turn_that_is_continued_in_two_ways_is_in_both(sampler: Sampler, shape
 def two_turns(
     managed: ManagedServer, sampler: Sampler, edit: Any = None, **second: Any
 ) -> list[list[int]]:
-    """What is trained after two turns.
+    """Return the trained tokens after two turns.
 
     `edit` changes the messages between them, `second` the second request.
     """
@@ -277,7 +277,7 @@ def test_options_of_the_template_that_change_the_next_answer_alone_do_not_end_th
 def test_an_answer_from_elsewhere_gets_the_tag_that_its_own_prompt_had(
     sampler: Sampler, preserve: bool
 ) -> None:
-    """As in a session that was opened anew: only a closing tag shows that some prompt had opened
+    """As in a session that was opened again: only a closing tag shows that some prompt had opened
     the reasoning.
     """
     managed = managed_with(sampler, Shape("<think>\n").template, preserve_think_blocks=preserve)

@@ -77,7 +77,7 @@ def test_what_is_no_table_is_told() -> None:
 
 
 class Told(FleetFollower):
-    """Says what it is set to."""
+    """Answers with the text that the test sets."""
 
     addresses: list[str] | None = None
 

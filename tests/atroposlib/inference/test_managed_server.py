@@ -87,8 +87,8 @@ async def test_rewards_of_several_turns_land_on_their_own_tokens(
 async def test_equal_answers_are_told_apart_by_the_answer(
     manager: ServerManager, tokenizer: Any
 ) -> None:
-    """Text alone does not say which of two equal conversations goes on; the answer does say which
-    sequence is its own.
+    """Text alone does not show which of two equal conversations goes on; the answer names its own
+    sequence.
     """
     async with manager.managed_server(tokenizer=tokenizer) as managed:
         control(manager, cycle=["same", "same", "more"])

@@ -1,4 +1,4 @@
-"""Requests to several servers, of which some are away, fail, hang or come back: each is answered
+"""Requests to several servers, some of which are away, fail, hang or come back: each is answered
 once.
 """
 
@@ -42,7 +42,7 @@ def quick() -> Iterator[None]:
 
 
 class Fake(APIServer):
-    """A server that does what its state says."""
+    """A server that behaves as its state demands."""
 
     polled_always = True
     failures: ClassVar[Counter[int]] = Counter()

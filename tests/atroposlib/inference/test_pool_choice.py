@@ -24,7 +24,7 @@ WELL = HealthReport(weights=Weights(1, 1), in_flight=0)
 
 
 def choice_after(*looks: HealthReport, at: float = 0.0) -> Choice[int]:
-    """Servers 0, 1, … each seen as the look says."""
+    """Return servers 0, 1, … each with this health."""
     choice: Choice[int] = Choice()
     for number, look in enumerate(looks):
         choice.polled(number, at, at, look)
@@ -235,7 +235,7 @@ def test_requests_are_moved_only_when_another_server_can_take_them() -> None:
     assert choice.overdue([0, 1], 90.0, 15.0) == []
 
 
-# ---- what a server says ----
+# ---- answers of a server ----
 
 
 def test_a_health_report_is_read() -> None:

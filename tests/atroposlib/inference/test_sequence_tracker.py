@@ -34,8 +34,7 @@ class OddTokenizer:
     """Two ways to write every text: encoding always joins pairs of characters, the sampler emits
     single ones.
 
-    So a response that was tokenised again would come out with other ids than those that were
-    sampled.
+    So a response that was tokenised again would come out with other ids than the sampled ones.
     """
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -60,7 +59,7 @@ TOKENIZER = OddTokenizer()
 def sampled(
     prompt: list[int], *texts: str, version: int = 0, epoch: int | None = None
 ) -> Generation:
-    """Completions one character per token, with logprobs that tell which token they belong to."""
+    """Return completions of one character per token, whose logprobs name their token."""
     tokens = [[ord(character) for character in text] for text in texts]
     return Generation(
         prompt_tokens=prompt,
@@ -97,9 +96,7 @@ class UnderWay:
 
 
 def check(node: Any) -> None:
-    """Sampled tokens are those that the sampler emitted, with their logprobs; all others are
-    masked.
-    """
+    """Sampled tokens are the sampler's own, with their logprobs; all others are masked."""
     assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
     assert TOKENIZER.decode(node.tokens) == node.full_text
     for token, mask, logprob in zip(node.tokens, node.masked_tokens, node.logprobs, strict=True):
@@ -271,7 +268,7 @@ def test_the_oldest_weights_are_those_that_were_served_first() -> None:
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 4)), max_size=4)
-"""(epoch, version, tokens) as a server tells them."""
+"""(epoch, version, tokens) as in a server's answer."""
 
 
 @given(st.lists(SPANS, min_size=1, max_size=5), st.booleans())

@@ -1,5 +1,5 @@
-"""What is asked of an inference server over HTTP, and what comes back: lengths, splits, versions,
-second tries.
+"""Requests to an inference server over HTTP, and its answers: lengths, splits, versions, second
+tries.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What a response says outside of its reasoning, whoever opened it."""
+"""The text of a response outside of its reasoning, wherever that was opened."""
 
 import pytest
 from hypothesis import given

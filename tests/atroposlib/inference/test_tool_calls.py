@@ -1,5 +1,5 @@
-"""What a format writes it reads again, whatever the arguments; what models really write is read;
-half a call is no call.
+"""A format reads its own text again, whatever the arguments; real models' text is read; half a call
+does not count.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_text_without_calls_has_none(name: str) -> None:
 
 
 def test_a_call_is_a_table_and_an_object() -> None:
-    """Environments written for Atropos index it, and those of OpenAI's client read attributes."""
+    """Environments written for Atropos index it, and code for OpenAI's client reads attributes."""
     translator = ToolCallTranslator(None)
     raw = 'Hm.\n\n<tool_call>{"name": "look_up", "arguments": {"word": "x"}}</tool_call>'
     content, calls, reason = translator.parse_model_output(raw, tools=TOOLS)

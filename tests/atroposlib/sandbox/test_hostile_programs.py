@@ -29,14 +29,14 @@ HONEST = "def answer(x):\n    return x * @FACTOR@"
 LIMITS = Limits(seconds=4, cpu_seconds=1, memory=192 << 20)
 PATIENT = Limits(seconds=60, cpu_seconds=60, memory=192 << 20)
 PATIENTLY = ("output without end",)
-"""What its output must end and not its time, however slowly a busy machine takes that in."""
+"""Its output must end it and not its time, however slowly a busy machine takes that in."""
 CALLS = [[2], [3]]
 AT_ONCE = 12
 """Many of them sleep until their deadline."""
 
 
 class Ran(NamedTuple):
-    """What the programs were run for, and what became of them."""
+    """The programs' purpose, and their outcome."""
 
     outcomes: dict[str, Outcome]
     honest: list[Outcome]
@@ -55,7 +55,7 @@ def descendants(pid: int) -> list[int]:
                     (path / "stat").read_text().rpartition(")")[2].split()[1]
                 )
             except (OSError, IndexError):
-                continue  # it ended meanwhile
+                continue  # it has ended in between
     found = [pid]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]

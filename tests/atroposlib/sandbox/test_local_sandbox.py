@@ -238,7 +238,7 @@ def test_a_keeper_that_dies_is_started_again_and_its_programs_run_anew() -> None
             box.run(Program("import time\ntime.sleep(0.3)\ndef f():\n    return 1", "f", [[]]))
         )
         await asyncio.sleep(0.1)
-        # Its first process ends with those that it started.
+        # Its first process ends with its children.
         os.kill(processes_below(first.pid)[0], signal.SIGKILL)
         first.wait(60)
         return await running

@@ -23,8 +23,8 @@ _PORTS = PortReservations()
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that stays this process's own: a service starts on it
-    seconds later, or again.
+    """Reserve a port without a listener for this process: a service starts on it seconds later, or
+    again.
     """
     return _PORTS.pick()
 

@@ -45,8 +45,9 @@ class Checkpoint:
     value: str
     positions: dict[str, int] | None
     learned: tuple[tuple[int, int, int], ...]
-    """(batch, its registration, the version after it): those that the service may not have been
-    told of."""
+    """(batch, its registration, the version after it), for batches that the service may not know
+    yet.
+    """
 
 
 @dataclass(eq=False)
@@ -184,7 +185,7 @@ class World:
     def restart_sampler(self) -> None:
         """It samples with its checkpoint's weights until it has the trainer's.
 
-        What was under way there is asked for again.
+        Calls that were under way there are repeated.
         """
         self.sampler = Weights(0, 0, "base")
         for worker in self.workers:
@@ -228,7 +229,7 @@ class World:
     def sample(self, which: int) -> None:
         busy = [worker for worker in self.workers if worker.content is None]
         worker = busy[which % len(busy)]
-        # What was sampled while weights changed is of neither.
+        # Samples from a change of weights belong to neither.
         value = (
             worker.weights.value
             if worker.weights.value == self.sampler.value
@@ -303,7 +304,7 @@ class World:
         able[choice % len(able)]()
 
     def die(self, choice: int) -> None:
-        """Somebody is killed, or several are."""
+        """Kill one process, or several."""
         which = choice % 7
         if which in (0, 4, 6):
             self.kill_environment(posts_arrive=bool(choice // 7 % 2))

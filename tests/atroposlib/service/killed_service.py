@@ -26,7 +26,7 @@ def until(done: Callable[[], bool], what: str, seconds: float = DEADLINE) -> Non
 
 
 class Poster(threading.Thread):
-    """Posts groups until told to stop; tries each until it is answered, with an idempotency key."""
+    """Posts groups until stopped; tries each until it is answered, with an idempotency key."""
 
     def __init__(self, service: Service, first: int) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""What the queue drops when a trainer registers that cannot have sampled it."""
+"""The queue drops groups that a newly registered trainer cannot have sampled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The public Atropos server and ours get the same requests, and must give the same answers, but
-where `INTENDED` says why not.
+"""The public Atropos server and ours get the same requests, and must give the same answers, except
+where `INTENDED` has a reason.
 
 The public server is the released package, in a process and a virtual environment of its own. The
 test runs where that environment exists (`python bench/public_server.py` makes it) and, with
@@ -67,7 +67,7 @@ ADDED_FIELDS = (
     "finish_reasons",
     "successes",
 )
-"""Of a group: what the public server knows nothing of."""
+"""Fields of a group that the public server does not know."""
 
 
 class PublicService(Service):
@@ -171,7 +171,7 @@ def brief(step: Step, expected: Any, found: Any) -> Any:
 
 
 def check_headers(response: httpx.Response, step: Step) -> None:
-    """Long answers are compressed for whoever accepts it."""
+    """Long answers are compressed for clients that accept it."""
     if response.status_code == 200 and step.method != "OPTIONS":
         accepted = step.headers.get("accept_encoding") != "identity"
         packed = response.headers.get("content-encoding") == "gzip"

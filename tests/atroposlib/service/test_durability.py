@@ -296,8 +296,8 @@ def test_a_damaged_body_costs_its_group_and_nothing_else(tmp_path: Path) -> None
 
 def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
     """Posts, retries, batches and acknowledgements at once, while commits stall and fail as they
-    please: whoever is answered finds on the disk what the answer promises, at that moment; and in
-    the end queue and disk hold the same."""
+    please: an answered client finds on the disk, at that moment, everything that the answer
+    promises; and in the end queue and disk hold the same."""
 
     async def post(service: RolloutService, store: FaultyStore, key: str) -> None:
         (draft,) = read_groups(
@@ -315,7 +315,7 @@ def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
                 }
                 if (
                     hand_out.lease.batch_id in service.queue.leases
-                ):  # not acknowledged by somebody else meanwhile
+                ):  # not acknowledged by another trainer in between
                     assert leases[hand_out.lease.batch_id] == [
                         held.seq for held in hand_out.lease.groups
                     ]

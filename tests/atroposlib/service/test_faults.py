@@ -1,5 +1,5 @@
-"""What the service must survive, done to real processes: kills, cut connections, jumping clocks,
-rival trainers.
+"""Faults that the service must survive, done to real processes: kills, cut connections, jumping
+clocks, rival trainers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ print(sock.recv(1000), flush=True)
 
 
 def test_an_environment_killed_in_the_middle_of_a_group(service: Service) -> None:
-    """Its half group is nobody's, and what came later does not wait for it."""
+    """Its half group belongs to no batch, and later groups do not wait for it."""
     service.begin(batch_size=4)
     process = subprocess.Popen(
         [sys.executable, "-c", ENVIRONMENT, str(service.port)],
@@ -198,7 +198,7 @@ def test_a_network_that_cuts_answers_loses_and_doubles_nothing(service: Service,
                 mend()
                 http.timeout = httpx.Timeout(
                     DEADLINE
-                )  # two seconds tell a stall, and are short for a busy machine
+                )  # two seconds show a stall, and are short for a busy machine
         assert failures == 2
         assert answer.json()["batch_id"] == 1, "the batch whose answer was cut came again"
         http.post("/batch/ack", json={"batch_id": 1, "weight_version": 1}).raise_for_status()

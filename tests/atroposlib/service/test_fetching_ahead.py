@@ -1,5 +1,5 @@
 """A trainer that fetches its next batch while it trains: nothing that it trains on is too old, and
-nobody waits for ever.
+no caller waits for ever.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ class FetchingAhead(RuleBasedStateMachine):
     @precondition(lambda self: self.stepped)
     @rule(keep=st.booleans())
     def acknowledge(self, keep: bool) -> None:
-        """With `keep`, a checkpoint is being written meanwhile, and what was learned since is not
-        saved.
-        """
+        """With `keep`, a checkpoint is being written at that time, and later updates are not saved."""
         self.kept.append((self.trainer.held.popleft(), self.trainer.version))
         self.stepped = False
         if keep:
@@ -139,7 +137,7 @@ class FetchingAhead(RuleBasedStateMachine):
     @precondition(lambda self: self.trainer.held and not self.stepped)
     @rule()
     def skip(self) -> None:
-        """What is held behind it is then trained on one version earlier than was thought."""
+        """The batch behind it is then trained on one version earlier than expected."""
         self.queue.ack(
             self.trainer.held.popleft().batch_id,
             self.trainer.version,
@@ -169,7 +167,7 @@ class FetchingAhead(RuleBasedStateMachine):
 
     @rule()
     def nobody_waits_for_ever(self) -> None:
-        """Whatever has happened: if everybody goes on, the trainer takes three more steps."""
+        """After all events: if all parts go on, the trainer takes three more steps."""
         target = self.trainer.version + 3
         for _ in range(60):
             self.begin_rollouts()
@@ -186,7 +184,7 @@ class FetchingAhead(RuleBasedStateMachine):
         raise AssertionError(f"stuck at version {self.trainer.version}: {self.queue.waiting}")
 
     def counts_as(self, weights: tuple[tuple[int, int], ...]) -> int:
-        """What the contract says of the oldest of some weights, life by life."""
+        """The oldest of some weights by the contract, life by life."""
         counted = []
         for epoch, version in weights:
             for life, start in self.lives:
@@ -216,7 +214,7 @@ def test_what_is_fetched_ahead_counts_as_queued_for_environments() -> None:
 
     for _ in range(5):
         queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id), 0.0)
-    queue.add(ValidatedGroup(b"{}", GROUP, 9), 0.0)  # nobody's
+    queue.add(ValidatedGroup(b"{}", GROUP, 9), 0.0)  # of no trainer
     assert sizes() == (6, 5)
     assert trainer.fetch()
     assert sizes() == (4, 3 + (sum(group.line != env_id for group in trainer.held[0].groups)))

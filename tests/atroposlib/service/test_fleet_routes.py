@@ -1,5 +1,5 @@
-"""The inference servers as the service knows them: what is wanted, what shall leave, what the
-trainer says.
+"""The inference servers in the service's table: the targets, the servers that shall leave, the
+trainer's reports.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Registrations are bounded: silent environments are forgotten, those that are needed are not, and
-no id comes twice.
+"""Registrations are bounded: silent environments are forgotten, needed ones are not, and no id
+comes twice.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_the_refusal_names_file_space_reserve_and_remedy() -> None:
 
 
 class ScriptedStore(MemoryStore):
-    """A store whose disk has the space that the test says."""
+    """A store whose disk has the space that the test sets."""
 
     def __init__(self, free: int, after_making_room: int) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ TENTHS = {
 def with_right_lengths(case: Any) -> None:
     """Give half of the groups sequences that fit together: generated ones never do.
 
-    What else they hold stays.
+    Their other content stays.
     """
     for entry in case.body if isinstance(case.body, list) else [case.body]:
         if isinstance(entry, dict) and "tokens" in entry and len(str(entry)) % 2:

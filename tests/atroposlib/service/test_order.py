@@ -1,5 +1,5 @@
-"""What a client can rely on: a group that was answered before another one was sent is not handed
-out after it.
+"""Clients can rely on this: a group that was answered before another one was sent is not handed out
+after it.
 """
 
 from __future__ import annotations

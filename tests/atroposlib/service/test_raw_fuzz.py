@@ -25,8 +25,9 @@ signal.signal(signal.SIGUSR1, lambda *_: print(f"tasks: {len(asyncio.all_tasks()
 """
 """Has the service write the number of its tasks to its log at each SIGUSR1."""
 PAST_WARM_UP = 8
-"""Files that the service may open after the first requests, such as those of the archive of
-rollouts."""
+"""Files that the service may open after the first requests, such as the files of the archive of
+rollouts.
+"""
 
 SERVER = {
     "url": "http://127.0.0.1:9",

@@ -1,4 +1,4 @@
-"""What the service goes on with when it is started again, and what a trainer of another run gets.
+"""The state of the service after a restart, and the answers to a trainer of another run.
 
 Real processes.
 """
@@ -75,7 +75,9 @@ def begin(service: Service) -> None:
 
 
 def sent_on_disk(service: Service) -> bool:
-    """Whether the store says of the last batch that the trainer has it."""
+    """A run on Ray that is killed whole and started again equals an undisturbed run, bit for bit,
+    on a GPU.
+    """
     found = (
         path for path in service.cwd.rglob("*.db") if not path.parent.name.endswith("observed")
     )

@@ -1,5 +1,5 @@
-"""Whoever is killed, and whenever: a run that is resumed ends with the weights of the one that
-nobody hurt. See exact_world.
+"""Kills of any process at any time: a resumed run ends with the weights of an undisturbed one. See
+exact_world.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def trainer(queue: RolloutQueue, uuid: int, **fields: Any) -> list[int] | None:
 
 
 def holding(*seqs: int) -> RolloutQueue:
-    """A queue of groups, each of which is a batch."""
+    """A queue of groups, each a batch of its own."""
     queue = RolloutQueue()
     for _ in seqs:
         queue.add(draft(), 0.0)
@@ -140,7 +140,7 @@ def test_the_items_of_a_batch_that_is_set_aside_are_not_done_again() -> None:
 
 
 class FailingBatches(RuleBasedStateMachine):
-    """Trainers that end in each way, on batches of which some are bad, beside a service that is
+    """Trainers that end in each way, on batches some of which are bad, beside a service that is
     killed.
     """
 

@@ -238,7 +238,7 @@ def test_a_body_that_sqlite_cannot_follow_does_not_keep_its_group_from_being_dro
     for seq in range(3):
         body = (
             bytes([65 + seq]) * 6 * PAGE_SIZE
-        )  # on several pages, each of which begins with the number of the next
+        )  # on several pages; each begins with the number of the next
         store.commit([Changes(added=[(Group(seq, -1, 1, 1, len(body), WEIGHTS), body, False)])])
     store.close()
     content = bytearray(path.read_bytes())

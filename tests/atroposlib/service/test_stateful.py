@@ -67,7 +67,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.evaluation_ids = 0
 
     def counts_as(self, epoch: int, version: int) -> int:
-        """What the contract says that weights count as, life by life."""
+        """The version by which weights count in the contract, life by life."""
         for life, start in self.lives:
             if epoch < life and version > start:
                 version = start - 1
@@ -86,9 +86,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.store.commit([self.queue.take_changes()])
 
     def note_drops(self, another_run: bool = False, step: int | None = None) -> None:
-        """A group may only vanish where the contract says so; which ones did is told by the
-        numbers.
-        """
+        """A group may only vanish where the contract allows it; the numbers show which ones did."""
         held = {group.seq for group in self.queue.lines}
         held |= {group.seq for buffer in self.queue.buffers.values() for group in buffer}
         held |= set(self.queue.reference.waiting)
@@ -356,7 +354,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.note_drops()
 
     def learn(self, batch_id: int) -> None:
-        """What was learned from a batch may be used again, so often."""
+        """A learned batch may be used again, so often."""
         batch = self.out.pop(batch_id)
         self.uses.update(batch)
         self.waiting |= {seq for seq in batch if self.uses[seq] < self.max_reuse}
@@ -432,7 +430,7 @@ class ServiceMachine(RuleBasedStateMachine):
         assert self.queue.reference.sequences.total() == sum(self.size[seq] for seq in at_workers)
         for line in (
             self.queue.lines.by_line.values()
-        ):  # who has waited for others of its size joins behind those that came since
+        ):  # a group that has waited for others of its size joins behind the later ones
             whole = [seq for seq, group in line.items() if group.size == GROUP_SIZE]
             assert whole == sorted(whole), "oldest first"
         assert {

@@ -1,4 +1,4 @@
-"""What an environment is told to pace itself, over HTTP against the real process."""
+"""The status by which an environment paces itself, over HTTP against the real process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_status_env_can_wait_for_the_trainer(service: Service) -> None:
     told = service.status_env(env_id).json()
 
     def after(act: Callable[[], Any]) -> dict[str, Any]:
-        """The status of whoever waits, beside which something is done."""
+        """The status of an environment that waits, beside other work."""
         asked = {"env_id": env_id, "moves": told["moves"], "wait": 30}
         url = service.http.base_url.join("/status-env")
         with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""How old weights are when versions go back, against a tree of weights in which each life is a
+"""The age of weights when versions go back, against a tree of weights in which each life is a
 branch.
 """
 

@@ -1,4 +1,4 @@
-"""What is accepted as a group, and how a refusal names field, index and value."""
+"""The form of an accepted group, and refusals that name field, index and value."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_the_weights_of_every_token_are_handed_on(many: bool) -> None:
 
 @pytest.mark.parametrize("many", [False, True])
 def test_how_each_sequence_was_sampled_is_handed_on(many: bool) -> None:
-    """Whole numbers stay whole, also where a list of groups is written anew."""
+    """Whole numbers stay whole, also where a list of groups is written again."""
     told = {"temperature": 0.7, "top_k": 20, "max_tokens": 512}
     turns = [{"temperature": 1, "tokens": 1}, {"temperature": 0.5, "tokens": 1}]
     sent = group(

@@ -19,8 +19,8 @@ from .conftest import environment, group, trainer
 
 @dataclass(frozen=True)
 class Differs:
-    """What each side answers, (status, brief content), and which entry of
-    `test_differential.INTENDED` says why.
+    """Each side's answer, (status, brief content), and the entry of `test_differential.INTENDED`
+    with the reason.
     """
 
     why: str

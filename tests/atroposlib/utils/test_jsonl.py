@@ -1,4 +1,4 @@
-"""Following a file that somebody else writes: each line once, whatever happens to the file."""
+"""A file that another process writes is followed: each line once, whatever happens to the file."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     pipe = tmp_path / "metrics.jsonl"
     os.mkfifo(pipe)
     with pytest.raises(OSError, match="is no file"):
-        JsonLinesFollower(pipe).read_rows()  # would wait for whoever writes
+        JsonLinesFollower(pipe).read_rows()  # would wait for a writer
     assert last_rows(pipe) == []
 
 

@@ -1,4 +1,4 @@
-"""The log of a server stays bounded whatever its clients send, and tells how much was left out."""
+"""The log of a server stays bounded whatever its clients send, and counts the lines left out."""
 
 from __future__ import annotations
 

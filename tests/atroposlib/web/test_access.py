@@ -1,5 +1,5 @@
-"""Who may call: with a key whoever has it, without one programs of this machine, and never a page
-in somebody's browser.
+"""Access: every caller with the key, without a key programs of this machine, and never a page in
+another user's browser.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MOST = 6
 
 @dataclass
 class Known:
-    """A connection as the test knows it; `since` orders those of one kind."""
+    """A connection as the test sees it; `since` orders connections of one kind."""
 
     number: int
     address: str

@@ -23,7 +23,7 @@ class Case:
         hub: {name in a data set's repository: text} for files that are downloaded one by one.
         rules: [{"when": regular expression, "answers": [...]}]; made of `answers` if not given.
         command: `serve`, `process` or `evaluate`.
-        env: settings over those that every run has; becomes flags.
+        env: settings over the common ones of every run; becomes flags.
         flags: further flags.
         yaml: a YAML file of the clone that is given as `--config`.
         files: written into the working folder (which is $HOME too) first.

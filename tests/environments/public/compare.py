@@ -1,4 +1,4 @@
-"""What two SDKs made of the same answers, put into one form and compared. Pure."""
+"""Two SDKs' results from the same answers, put into one form and compared. Pure."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ OF_THE_GROUP = frozenset({"group_overrides", "generation_params"})
 
 
 def said(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a posted group that say something: null, an empty list and an empty table say
-    nothing.
+    """The fields of a posted group that have content: null, an empty list and an empty table have
+    none.
     """
     return {
         name: value

@@ -21,7 +21,7 @@ from fastapi import FastAPI, Response
 from transformers import PreTrainedTokenizerFast
 
 CONTEXT = 60_000
-"""Tokens that the model is said to hold: bytes, with this tokenizer."""
+"""The model's vocabulary: bytes, with this tokenizer."""
 LAST = 4000
 """Characters of a prompt's end in which a rule's expression is looked for."""
 

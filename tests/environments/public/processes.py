@@ -64,7 +64,7 @@ NEEDS = (
         "rich",
     ),
 )
-"""What environment files import, from the package registry."""
+"""Imports of environment files, from the package registry."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def link(place: Path, target: Path) -> None:
 
 
 def wait_for(what: str, probe: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true in time. Asks every tenth of a second."""
+    """Report if it came true in time. Asks every tenth of a second."""
     deadline = time.monotonic() + seconds
     while not probe():
         if time.monotonic() > deadline:

@@ -29,7 +29,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is stopped resets its connections: nothing to say. Anything else is."""
+        """A client that is stopped resets its connections: without a log line. Anything else is."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -55,7 +55,7 @@ class Recorder:
             protocol_version = "HTTP/1.1"
 
             def log_message(self, *_: Any) -> None:
-                """Nothing: the harness says what matters."""
+                """Log nothing: the harness prints the essentials."""
 
             def hand_on(self) -> None:
                 recorder.answer(self)

@@ -8,8 +8,8 @@ our rollout service.
 FOLDER is a clone of the public repository. Each file runs twice at the same time, in processes of
 its own: once with the public SDK from the package registry, once with ours, which is all that
 differs. A stand-in for the inference server gives both the same answers; a door in front of a real
-rollout service writes down what arrives, and a trainer's loop takes the batches. What the two
-posted is compared, number for number.
+rollout service writes down what arrives, and a trainer's loop takes the batches. The posts of the
+two are compared, number for number.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TEMPLATE = (
 
 @dataclass
 class Run:
-    """What one side did with one file.
+    """One side's outcome with one file.
 
     Attributes:
         groups: posted and accepted, in order.
@@ -113,7 +113,9 @@ def make_tokenizer(folder: Path) -> Path:
 
 @dataclass
 class Seat:
-    """What one side has for all files: its SDK's launcher, a stand-in model and a rollout service."""
+    """One side's parts for all files: its SDK's launcher, a stand-in model and a rollout
+    service.
+    """
 
     side: Side
     launcher: Launcher
@@ -321,13 +323,13 @@ def judged(case: Case, public: Run, ours: Run) -> dict[str, Any]:
 
 
 def answers_in(mask: list[int]) -> int:
-    """How many stretches of a sequence were sampled."""
+    """Return the number of sampled stretches of a sequence."""
     return sum(a == -100 != b for a, b in zip([-100, *mask[:-1]], mask, strict=True))
 
 
 @contextmanager
 def started(clone: Path, work: Path) -> Iterator[Bench]:
-    """What every file needs, once for each side."""
+    """Needs of every file, once for each side."""
     tokenizer = make_tokenizer(work / "tokenizer")
     processes.python()
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What a rollout and its tokens count in the loss, against closed forms."""
+"""The weight of a rollout and its tokens in the loss, against closed forms."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ UNKNOWN = float("nan")
 
 
 def outcome(logprobs: list[float], rollout: list[float], **changes: Any) -> BinOutcome:
-    """Of a bin that nothing is the matter with, one sequence unless said otherwise."""
+    """Figures of a bin without any fault, by default of one sequence."""
     count = len(logprobs)
     none, zero = torch.zeros(count, dtype=torch.bool), torch.zeros(())
     made = BinOutcome(
@@ -226,8 +226,9 @@ def test_percentiles_are_off_by_less_than_half_a_percent_of_their_logarithm(
 
 
 def test_drift_is_measured_from_the_weights_that_the_batch_began_with() -> None:
-    """Of the later updates of a batch, `kl` tells how far the policy has gone, and everything else
-    what sampler and trainer disagreed on before it did."""
+    """In later updates of a batch, `kl` shows how far the policy has gone, and every other figure
+    the disagreement of sampler and trainer before that.
+    """
     first = outcome([-1.0, -2.0], [-1.1, -2.0])
     later = replace(first, logprobs=torch.tensor([-0.5, -2.5]))
     blind = replace(first, logprobs=torch.tensor([-0.5, -2.5]), proximal_logprobs=None)

@@ -1,5 +1,5 @@
-"""Losses and advantages of the user's own: found, tried, used, and refused in one line that says
-what is wrong.
+"""Losses and advantages of the user's own: found, tried, used, and refused in one line with the
+fault.
 """
 
 from __future__ import annotations

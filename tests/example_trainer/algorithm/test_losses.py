@@ -132,7 +132,7 @@ def test_losses_gradients_and_clipping_are_those_of_the_formula(
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce"])
 def test_where_nothing_is_held_back_the_gradient_is_that_of_the_loss(name: str) -> None:
-    """Those that stop no gradient on purpose, by finite differences."""
+    """Losses that stop no gradient on purpose, by finite differences."""
     inputs = made_up(3, [4, 1, 7])
 
     def losses(logprobs: Tensor) -> Tensor:

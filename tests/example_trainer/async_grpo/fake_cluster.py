@@ -1,4 +1,4 @@
-"""A cluster, its actors and a clock that do as tests tell them."""
+"""A cluster, its actors and a clock that tests control."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class FakeFleet:
 
 
 class FakeSilences(Silences):
-    """Asks nobody: tests say when a role was active last."""
+    """Polls no role: tests set when a role was active last."""
 
     def watch(self, keepers: Iterable[Keeper]) -> None:
         """See Silences."""

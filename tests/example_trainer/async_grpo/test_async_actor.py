@@ -1,4 +1,4 @@
-"""What runs on a node, with real processes and without Ray."""
+"""The part of a run on a node, with real processes and without Ray."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What cannot work, with real processes on this machine and no Ray: one line, all is stopped, what
-was accepted is kept.
+"""Configurations that cannot work, with real processes on this machine and no Ray: one line, all is
+stopped, accepted groups are kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEYS = {"ROLLOUT_API_KEY": "r" * 32, "VLLM_API_KEY": "v" * 32}
 
 
 class SeatHere:
-    """What an actor is, in this process."""
+    """Stands for an actor, in this process."""
 
     def __init__(self, role: Role, folder: str) -> None:
         self.process = RoleProcess(role.name, folder)
@@ -48,7 +48,7 @@ class SeatHere:
 
     def kill(self) -> None:
         self.process.stop()
-        if self.process._ports is not None:  # as those of an actor that ends
+        if self.process._ports is not None:  # as for an actor that ends
             self.process._ports.close()
 
 
@@ -115,7 +115,7 @@ class Failing:
             return
         assert service.place is not None
         headers = {"Authorization": f"Bearer {KEYS['ROLLOUT_API_KEY']}"}
-        # One sequence, and the trainer's batches have two: whoever is up first, nobody takes it.
+        # One sequence, and the trainer's batches have two: it waits, whichever process is up first.
         group = {"tokens": [[1, 2, 0]], "masks": [[-100, 2, 0]], "scores": [1.0]}
         httpx.post(
             f"{service.place.url}/scored_data",
@@ -137,7 +137,7 @@ class Failing:
         return said
 
     def all_is_kept(self) -> bool:
-        """Whether what the service has accepted is in its store."""
+        """Report if the groups that the service has accepted are in its store."""
         accepted = self.posted + len(numbers(self.settings.folder / "accepted-environment-1"))
         with closing(sqlite3.connect(self.settings.folder / "rollouts.db")) as store:
             (kept,) = store.execute("SELECT count(*) FROM groups").fetchone()

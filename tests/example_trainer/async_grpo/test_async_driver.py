@@ -1,4 +1,4 @@
-"""The driver, with a cluster and a clock that do as they are told."""
+"""The driver, with a cluster and a clock that tests control."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_generator_on_another_node_is_told_to_the_fleet_and_its_environment_fo
 def test_who_finds_no_place_says_what_it_asks_and_until_when_it_waits(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Meanwhile the rest goes on."""
+    """The rest goes on at the same time."""
     caplog.set_level("INFO")
     bench.cluster.homeless = {"generator-1"}
     bench.cluster.seats["generator-1"].lost = True
@@ -213,7 +213,7 @@ def test_an_actor_that_is_silent_for_a_moment_is_left_alone(bench: Bench) -> Non
 def test_an_actor_that_hangs_is_lost_with_what_it_looks_after(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stopped actor would never say that its process has died."""
+    """A stopped actor would never report that its process has died."""
     seat = bench.cluster.seats["trainer"]
     seat.hung, seat.code = True, 137
     bench.turn(2 * 60)

@@ -1,4 +1,4 @@
-"""What the rollout service is told of a run's servers: the real one, asked over HTTP."""
+"""The rollout service's table of a run's servers: the real one, over HTTP."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whether roles fit on nodes, against what is true of every placement; and restarts, against what
-they promise.
-"""
+"""Roles fit on nodes, against the limits of every placement; and restarts, against their promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the rollout client share."""
+"""Shared parts of the tests of the rollout client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the rollout client register as, and what they post."""
+"""The registration of tests of the rollout client, and their posts."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def groups() -> list[dict[str, Any]]:
 
 
 class Client:
-    """Two batches, then one that is no good, then the end."""
+    """Two batches, then a bad one, then the end."""
 
     def __init__(self) -> None:
         self.stop = StopSignal()
@@ -122,7 +122,7 @@ def main(stop: StopSignal) -> None:
 
 
 def no_room(ranks: Ranks, reader: BatchReader) -> None:
-    """One rank has none for a batch: all are told, and go on with the next.
+    """One rank has none for a batch: all ranks learn it, and go on with the next.
 
     Then the run ends while a batch is on its way.
     """
@@ -177,7 +177,7 @@ def one_leaves(ranks: Ranks, reader: BatchReader) -> None:
 
 
 def close(batches: Batches) -> None:
-    """Nobody waits for what never comes."""
+    """No rank waits for a batch that never comes."""
     thread = batches._preparing._thread
     assert thread is not None
     batches.close()

@@ -1,5 +1,5 @@
-"""What the rollout service accepts, the trainer reads and trains on: groups by the grammar of JSON,
-odd numbers among them.
+"""Every group that the rollout service accepts, the trainer reads and trains on: groups by the
+grammar of JSON, odd numbers among them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LIVES = [TrainerSession(100, 0), TrainerSession(200, 10), TrainerSession(300, 12
         (17, 100, 12, 3),  # thrown away at 10, so older than 10
         (14, 200, 13, 2),  # thrown away at 12
         (0, 0, 12, 12),  # the model as it was at first
-        (5, None, 12, 7),  # nobody said whose: taken for this line's,
+        (5, None, 12, 7),  # without an owner: taken for this line's,
         (17, None, 12, 1),  # unless it cannot be
         (17, 0, 12, 1),
         (20, 400, 13, 2),  # of a trainer that has replaced this one
@@ -44,7 +44,7 @@ def test_without_lives_versions_alone_count() -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[TrainerSession], int, int, int]:
-    """Lives, each of which resumes from a step that the one before had reached; weights of one; the
+    """Lives, each resumed from a step that the one before had reached; weights of one; the
     trainer's version.
     """
     lives, reached = [TrainerSession(1, 0)], [draw(st.integers(0, 20))]

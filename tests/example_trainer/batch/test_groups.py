@@ -65,8 +65,9 @@ def groups(draw: st.DrawFn) -> list[dict[str, Any]]:
 def test_what_is_masked_is_in_the_baseline_and_what_is_dropped_is_not(
     group_list: list[dict[str, Any]], limit: int, drop: bool, cut_short: set[int]
 ) -> None:
-    """Every other rollout keeps its advantage if those that are not trained on are masked; if they
-    are dropped, it has the one of a group without them."""
+    """Every other rollout keeps its advantage if untrained ones are masked; if they are dropped, it
+    has the advantage of a group without them.
+    """
     for group in group_list:
         group["finish_reasons"] = [
             "length" if i in cut_short else "stop" for i in range(len(group["tokens"]))
@@ -113,7 +114,7 @@ def test_advantages_are_those_of_the_group() -> None:
 
 
 def test_advantages_may_be_those_of_the_whole_batch() -> None:
-    """Of groups that are valid and bring none along."""
+    """Advantages of groups that are valid and bring none along."""
     batched = Rules(advantages=find_advantages("batch"))
     groups = [
         make_group(scores=[3.0, 3.0]),
@@ -126,7 +127,7 @@ def test_advantages_may_be_those_of_the_whole_batch() -> None:
 
 
 def test_penalties_are_in_the_advantages_and_not_in_the_rewards() -> None:
-    """The second answer is one token short of its limit; where nobody said one, it is the
+    """The second answer is one token short of its limit; without a limit of its own, that is the
     trainer's, less the prompt.
     """
     rules = Rules(
@@ -323,7 +324,7 @@ def versions(batch: Batch) -> list[list[int] | None]:
 def test_each_token_knows_the_weights_that_it_was_sampled_under() -> None:
     """A rollout that a weight update came in the middle of.
 
-    What an earlier life made and lost is of no present weights.
+    Samples that an earlier life made and lost belong to no present weights.
     """
     group = make_group(
         weight_versions=[11, 12],

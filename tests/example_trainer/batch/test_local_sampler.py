@@ -75,7 +75,7 @@ def test_each_batch_has_the_next_problems_and_the_present_version() -> None:
 def test_every_batch_is_exactly_as_old_as_asked_for_and_nothing_is_sampled_in_vain(
     staleness: int, steps: int
 ) -> None:
-    """The problems are those of a run without staleness, in the same order."""
+    """The problems are the same as in a run without staleness, in the same order."""
     sampler = MadeUpSampler()
     made = batches(sampler, staleness=staleness, last_version=steps)
     for version in range(steps):

@@ -154,7 +154,7 @@ def test_temperatures_and_teachers_come_along() -> None:
 
 
 def batches_of_two() -> Batch:
-    """One group: a sequence that says its temperature, and one that a teacher scored."""
+    """One group: a sequence with its temperature, and one that a teacher scored."""
     first, second = rollout((0, 0), [1, 2, 3], [1, 2]), rollout((0, 1), [1, 4, 5], [1, 2])
     return Batch(
         [

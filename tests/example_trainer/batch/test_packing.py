@@ -28,7 +28,7 @@ MAX_TOKENS = 1000
 def rollout(
     order: tuple[int, int], tokens: list[int], trained: list[int], versions: list[int] | None = None
 ) -> TrainedSequence:
-    """Its figures tell where they belong: no two trained tokens of a batch have the same advantage."""
+    """Its figures show their place: no two trained tokens of a batch have the same advantage."""
     advantages = [1000 * order[0] + 100 * order[1] + number for number in range(len(trained))]
     fields = {
         "rollout_logprobs": np.array([-0.5 * number for number in range(len(trained))], np.float32),
@@ -96,7 +96,9 @@ def contexts(one: PackedBin) -> list[list[int]]:
 
 
 def unpacked(bins: list[PackedBin]) -> dict[tuple[int, int], list[tuple[Any, ...]]]:
-    """All that bins say of each rollout's trained tokens, by the rollout's place in the batch."""
+    """All fields of bins about each rollout's trained tokens, by the rollout's place in the
+    batch.
+    """
     found: dict[tuple[int, int], list[tuple[Any, ...]]] = {}
     for one in bins:
         columns = zip(

@@ -1,4 +1,4 @@
-"""Batches come ahead of the training, in order; what goes wrong is told where it is asked for; and
+"""Batches come ahead of the training, in order; a failure is raised at the call for its batch; and
 nothing fetched is lost.
 """
 
@@ -97,7 +97,7 @@ class Client:
     def keep(
         self, lease: TrainedBatch, weight_version: int, report: dict[str, Any] | None = None
     ) -> None:
-        """What is held is in `Batches`."""
+        """The held batches are in `Batches`."""
         self.reports.append(report)
 
     def interrupt(self) -> None:

@@ -1,4 +1,4 @@
-"""What simple_rl.py asks, and how it scores the answers."""
+"""Problems of simple_rl.py, and its scores of the answers."""
 
 from __future__ import annotations
 

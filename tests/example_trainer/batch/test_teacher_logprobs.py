@@ -23,7 +23,7 @@ POSITIONS = np.array([1, 2, 3], dtype=np.int64)
 
 
 def group(ids: object, logprobs: object) -> dict[str, object]:
-    """Two sequences, of which the second is asked for."""
+    """Two sequences; the test needs the second one."""
     return {
         "tokens": [[1], TOKENS.tolist()],
         "distill_token_ids": [[[1]], ids],
@@ -143,7 +143,7 @@ def test_one_field_without_the_other_is_refused(field: str) -> None:
 
 
 def posted(ids: object, logprobs: object) -> dict[str, object]:
-    """A group of two sequences of equal scores, of which the teacher scored what is given."""
+    """A group of two sequences of equal scores, with these scores of the teacher."""
     return {
         "tokens": [TOKENS.tolist()] * 2,
         "masks": [[-100, *TOKENS.tolist()[1:]]] * 2,

@@ -1,4 +1,5 @@
-"""What test_prefetch.py kills: a trainer that takes one batch and trains on it for ever.
+"""The process that test_prefetch.py kills: a trainer that takes one batch and trains on it for
+ever.
 
 Arguments: service, folder.
 """
@@ -20,7 +21,7 @@ from example_trainer.process import StopSignal
 
 
 def registration(folder: str, **changes: int | None) -> Registration:
-    """Of a trainer with two sequences in a batch."""
+    """Registration of a trainer with two sequences in a batch."""
     fields = {
         "batch_size": 2,
         "max_token_len": 64,

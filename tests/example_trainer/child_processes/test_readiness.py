@@ -17,7 +17,7 @@ from example_trainer.child_processes.readiness import get_json, http_probe, wait
 
 
 class Clock:
-    """Time that passes only when somebody sleeps."""
+    """Time that passes only in calls of sleep."""
 
     def __init__(self) -> None:
         self.now = 100.0

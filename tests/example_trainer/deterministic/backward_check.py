@@ -1,5 +1,5 @@
-"""What `test_batch_invariant_backward.py` does as a script: every gradient at the sizes of a real
-layer. Needs no pytest.
+"""The checks of `test_batch_invariant_backward.py` as a script: every gradient at the sizes of a
+real layer. Needs no pytest.
 """
 
 from __future__ import annotations

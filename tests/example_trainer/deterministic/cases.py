@@ -28,7 +28,7 @@ Total = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer; the sequences come apart from it."""
+    """Inputs of a layer; the sequences come apart from it."""
 
     lengths: tuple[int, ...]
     hidden: int = 48
@@ -74,7 +74,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Case:
-    """What to differentiate: `ours` and the formula take the same tensors, of which the formula
+    """The functions to differentiate: `ours` and the formula take the same tensors; the formula
     gets float64 copies.
 
     Attributes:
@@ -299,7 +299,7 @@ def chosen_logprobs_case(d: Draws, ops: Operations) -> Case:
 
 def entropy_case(d: Draws, ops: Operations) -> Case:
     """Logprobs and entropies that both have gradients, each row at its own temperature (vLLM's bits
-    are those of 1 alone).
+    are defined for 1 alone).
     """
     s = d.sizes
     targets, inputs = d.ids(s.tokens), chosen_logprobs_case(d, ops).inputs
@@ -338,7 +338,7 @@ CASES: dict[str, Callable[[Draws, Operations], Case]] = {
     "chosen_logprobs": chosen_logprobs_case,
     "chosen_logprobs with entropy": entropy_case,
 }
-"""What every table has."""
+"""Operations of every table."""
 INVARIANT_CASES = CASES | {
     "matmul": matmul_case,
     "rms_norm of heads": head_norm_case,
@@ -354,7 +354,7 @@ def gradients(
 
     Args:
         exact: of the formula in float64, instead of ours.
-        totals: let those of weights be added to totals, into which 1 was put before.
+        totals: add the gradients of weights to totals, into which 1 was put before.
     """
     leaves = {
         name: (t.double() if exact else t.clone()).requires_grad_()

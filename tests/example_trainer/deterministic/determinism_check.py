@@ -1,4 +1,6 @@
-"""What `test_exact_determinism.py` does as a script, and what its tests share. Needs no pytest."""
+"""The checks of `test_exact_determinism.py` as a script, and the shared parts of its tests. Needs
+no pytest.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
 
 
 def run_bits(name: str, sizes: Sizes, dtype: torch.dtype, device: str) -> list[bytes]:
-    """Of the outputs and the gradients of one operation."""
+    """Digest of the outputs and the gradients of one operation."""
     outputs, found = gradients(INVARIANT_CASES[name](Draws(sizes, dtype, device, 0), invariant), 1)
     return bits([*outputs, *found.values()])
 
@@ -47,8 +49,8 @@ def check_with_vllm(
     """Sample from a deterministic server and recompute every token, each sequence alone and eight
     packed together.
 
-    Prints what was seen for each prompt, also if something differs: where the differences are tells
-    where they come from.
+    Prints the outcome for each prompt, also if something differs: the place of the differences
+    shows their cause.
 
     Returns:
         how many tokens were compared; 0 if one differs.
@@ -119,7 +121,9 @@ def check_with_vllm(
 
 
 def logprobs_after(model: Decoder, rows: list[Tensor], prompt: int) -> list[Tensor]:
-    """Of the tokens behind the first `prompt` ones of each row, the rows packed into one pass."""
+    """Logprobs of the tokens behind the first `prompt` ones of each row, the rows packed into one
+    pass.
+    """
     packing = Packing([len(row) - 1 for row in rows], rows[0].device)
     with torch.no_grad():
         hidden = model(torch.cat([row[:-1] for row in rows]), packing).split(list(packing.lengths))

@@ -104,7 +104,9 @@ def test_logits_are_never_kept_whole() -> None:
 
 
 def test_attention_keeps_no_square_matrix() -> None:
-    """What is saved for the backward pass grows with the tokens, not with their square."""
+    """The tensors that are saved for the backward pass grow with the tokens, not with their
+    square.
+    """
 
     def saved(length: int) -> int:
         q = torch.randn(length, 1, 8, requires_grad=True)

@@ -62,7 +62,7 @@ def test_a_sequence_has_the_bits_of_itself_alone() -> None:
 
 
 def test_a_prefix_has_the_bits_of_the_longer_sequence() -> None:
-    """What was sampled as a short sequence is trained on as part of a longer one."""
+    """A sample from a short sequence is trained on as part of a longer one."""
     model = small_model()
     tokens = torch.randint(0, 97, (130,), generator=torch.Generator().manual_seed(2))
     whole = model(tokens, Packing([130]))

@@ -1,5 +1,5 @@
-"""What stops a run: one bit of one logprob, other kernels, other weights; and what two equal runs
-have in common.
+"""Reasons to stop a run: one bit of one logprob, other kernels, other weights; and the common
+values of two equal runs.
 """
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ def test_logprobs_are_those_of_the_plain_operations(tmp_path: Path) -> None:
 def test_several_updates_of_a_batch_are_compared_before_the_first_and_repeat(
     tmp_path: Path,
 ) -> None:
-    """That every token is compared, under the weights that sampled it, is in `train`."""
+    """`train` checks that every token is compared, under the weights that sampled it."""
     options = config(tmp_path, ppo_epochs=2, minibatches=2)
     reference = train(options, steps=2)
     assert train(options, steps=2, tokens=1) == reference

@@ -27,7 +27,7 @@ WANTED = 5
 
 
 def random_weights(args: Qwen3ModelArgs) -> dict[str, torch.Tensor]:
-    """What a checkpoint of TorchTitan's Qwen3 holds."""
+    """Names in a checkpoint of TorchTitan's Qwen3."""
     q, kv = args.n_heads * args.head_dim, (args.n_kv_heads or args.n_heads) * args.head_dim
     shapes = {"tok_embeddings.weight": (args.vocab_size, args.dim), "norm.weight": (args.dim,)}
     for layer in range(args.n_layers):

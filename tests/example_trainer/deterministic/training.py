@@ -133,7 +133,7 @@ def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) 
     each step.
 
     Raises:
-        ParityError: a recomputed logprob differs from the one of the rollout.
+        ParityError: a recomputed logprob differs from the rollout's.
     """
     model = decoder_for("cpu", seed)
     model.gradient_checkpointing = options.gradient_checkpointing

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.nightly
 
 
 class Run:
-    """One run folder, and what was said about it."""
+    """One run folder, and the output about it."""
 
     def __init__(self, folder: Path, ports: tuple[int, ...]) -> None:
         self.folder, self.ports = folder, ports
@@ -147,7 +147,7 @@ def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(
         control, "SETTLE_SECONDS", 60.0
-    )  # of which it takes what Python takes to start and fail
+    )  # Python needs some of it to start and fail
     with pytest.raises(
         ProcessDied,
         match=r"trainer exited with code 1 after \d+ s; log: .*trainer\.log\n(.|\n)*no rollouts for me",

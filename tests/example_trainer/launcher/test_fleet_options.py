@@ -1,5 +1,5 @@
-"""Several vLLM servers: their names, ports, folders and GPUs, and what trainer and environments are
-told of them.
+"""Several vLLM servers: their names, ports, folders and GPUs, and the options of trainer and
+environments about them.
 """
 
 from __future__ import annotations

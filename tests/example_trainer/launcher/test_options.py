@@ -1,4 +1,4 @@
-"""What start.sh makes of its flags and variables: options, GPUs, and commands that the programs
+"""start.sh's reading of its flags and variables: options, GPUs, and commands that the programs
 themselves understand.
 """
 

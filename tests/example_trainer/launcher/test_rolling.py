@@ -120,7 +120,7 @@ def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(
     assert last_start(fleet.folder).parts == parts_of(4)
     after = fleet.pids()
 
-    # What ends the others' rest: one that the trainer keeps out holds up the restart of a good one,
+    # End of the others' rest: a server that the trainer keeps out delays the restart of a good one,
     # and comes first itself.
     (fleet.folder / f"quarantine-{fleet.ports[2]}").touch()
     fleet.until(lambda: not collect(fleet.folder).good, "the quarantine does not show")
@@ -144,13 +144,13 @@ def test_a_server_that_does_not_come_back_stops_the_roll(fleet: FleetRun) -> Non
     assert after["vllm-3"] == before["vllm-3"]
     assert "vllm-2" not in after
     assert {row.part: row.state for row in collect(fleet.folder).rows}["vllm-2"] == "down"
-    # The one that is down comes first now, and the two that are well are waited for.
+    # The server that is down comes first now, and the two that are well are waited for.
     (fleet.folder / f"broken-{fleet.ports[1]}").unlink()
     fleet.said.clear()
     fleet.roll("vllm-3", "vllm-2")
     assert [line.split()[0] for line in fleet.said if "is back" in line] == ["vllm-2", "vllm-3"]
 
-    # Nobody could send a restarted server its weights: nothing is touched.
+    # No trainer could send a restarted server its weights: nothing is touched.
     os.kill(fleet.pids()["trainer"], signal.SIGKILL)
     fleet.until(lambda: "trainer" not in fleet.pids(), "the trainer is still up")
     rest = fleet.pids()

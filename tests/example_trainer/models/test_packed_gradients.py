@@ -54,7 +54,7 @@ class Tree:
     token on.
 
     Attributes:
-        paths: for each span those that its sequence is made of, in order.
+        paths: the spans of each span's sequence, in order.
     """
 
     lengths: tuple[int, ...]
@@ -91,7 +91,7 @@ def weights_of(sequence: Tensor) -> Tensor:
 def packed_gradients(
     model: Decoder, tree: Tree, tokens: Tensor, totals: bool
 ) -> tuple[float, dict[str, Tensor]]:
-    """Of Σ weight · logprob over every token of every sequence, computed once per span."""
+    """Gradient of Σ weight · logprob over every token of every sequence, computed once per span."""
     rows = sequence_rows(tree)
     sources = torch.cat([row[:-1] for row in rows])
     targets = torch.cat([tokens[row[1:]] for row in rows])

@@ -1,5 +1,5 @@
-"""Files that are written a tensor at a time are those that the library of the format writes from
-all of them.
+"""Files that are written a tensor at a time equal the files that the format's library writes from
+all tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The decoder as the papers have it: one sequence, float64, from the definitions alone.
 
-What packed computation must equal.
+Packed computation must equal it.
 """
 
 from __future__ import annotations

@@ -96,9 +96,7 @@ def test_a_resumed_run_knows_what_it_has_written(tmp_path: Path) -> None:
 def test_lines_that_are_no_evaluations_do_not_end_a_resumed_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A disk may do that; nothing that is in the file is lost, and its whole lines are never
-    written anew.
-    """
+    """A disk may do that; no row of the file is lost, and its whole lines are never written again."""
     path = tmp_path / "evaluations.jsonl"
     file = EvaluationFile(path, continued=False)
     file.write(14, FIRST)

@@ -32,7 +32,7 @@ UNSHOWN = {
     "attended_pairs",
     "bins",
 }
-"""What other figures are worked out from."""
+"""Inputs of other figures."""
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_what_metrics_jsonl_gets_is_what_is_shown(server: MetricsServer, tmp_pat
 
 
 def test_every_figure_of_a_step_is_shown(server: MetricsServer) -> None:
-    """Those of the batch's making and of its passes; a new one needs a gauge."""
+    """Names of the batch's and the passes' times; a new one needs a gauge."""
     passes = StepFigures(torch.device("cpu"), 0).row(lambda vector: vector)
     own = set(BatchFigures.__annotations__) - UNSHOWN - {"rewards", "success_rates"}
     assert [

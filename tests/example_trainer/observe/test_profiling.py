@@ -16,7 +16,7 @@ from example_trainer.observe.profiling import StepProfiler, memory_history
 
 
 def run(profiler: StepProfiler, *steps: int) -> None:
-    """Multiply matrices of as many rows as the step's number says."""
+    """Multiply matrices of as many rows as the step's number."""
     for step in steps:
         profiler.begin(step)
         with torch.profiler.record_function(f"work of step {step}"):

@@ -1,6 +1,4 @@
-"""What is reported of a step's tokens: the very numbers of its passes, of whole groups, within
-bounds.
-"""
+"""The report of a step's tokens: the very numbers of its passes, of whole groups, within bounds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What test_killed_saves.py starts: pairs of ranks that save at each step in the background, of
-which one kills itself.
+"""Started by test_killed_saves.py: pairs of ranks that save at each step in the background; one of
+them kills itself.
 
 python -m tests.example_trainer.parallel.killed_saving_ranks START FOLDER STEPS RANK:EXCHANGE…
 

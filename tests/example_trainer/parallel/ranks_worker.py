@@ -1,4 +1,4 @@
-"""What test_ranks.py starts: two ranks that agree, disagree, fail or fall silent.
+"""Started by test_ranks.py: two ranks that agree, disagree, fail or fall silent.
 
 Argument: which of these.
 """
@@ -19,8 +19,9 @@ from tests.listening import listeners
 
 TIMEOUT = 120.0
 SILENT_TIMEOUT = 8.0
-"""Of the case that waits for it to pass: longer than two processes on a busy machine need to find
-each other."""
+"""Deadline of the case that waits for it to pass: longer than two processes on a busy machine need
+to find each other.
+"""
 
 
 def told(ranks: Ranks, what: str, outcome: object) -> None:

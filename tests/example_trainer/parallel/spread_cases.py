@@ -174,8 +174,9 @@ def take_steps(
 
 
 def comparable(row: dict[str, float | None]) -> dict[str, float]:
-    """A batch's figures, what is not known as -1; without those of classes in a histogram, at whose
-    edges a token can be in either."""
+    """Return a batch's figures, unknown ones as -1; without the classes of a histogram, at whose
+    edges a token can be in either.
+    """
     chosen = {
         name: value for name, value in row.items() if not name.startswith(("ratio_p", "ratio_max"))
     }

@@ -1,4 +1,4 @@
-"""What test_spread_training.py starts: train made-up models spread over the ranks, and write the
+"""Started by test_spread_training.py: train made-up models spread over the ranks, and write the
 whole results.
 
 python -m tests.forked_ranks spread_worker.py KIND FOLDER SEED…      KIND: fsdp or tensor_parallel
@@ -122,8 +122,8 @@ def check_checkpoints(
     folder: Path,
     state: dict[str, torch.Tensor],
 ) -> None:
-    """What is written in the background is the whole state, read back by any rank; one rank's
-    failure is every rank's.
+    """A checkpoint written in the background holds the whole state, read back by any rank; one
+    rank's failure is every rank's.
     """
     checkpoints = Checkpoints(folder, Run("a", "model", (TrainerSession(1000, 0),)), ranks=ranks)
     write = checkpointing.write_safetensors

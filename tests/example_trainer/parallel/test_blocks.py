@@ -1,4 +1,4 @@
-"""Scales of 8-bit moments over several ranks: each rank holds those of its own elements, and
+"""Scales of 8-bit moments over several ranks: each rank holds the scales of its own elements, and
 together they are the whole.
 """
 

@@ -37,7 +37,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint to begin with, and those of one process after SAVED and STEPS steps."""
+    """Return a first checkpoint, and the checkpoints of one process after SAVED and STEPS steps."""
     folder = tmp_path_factory.mktemp("quantised")
     torch.manual_seed(0)
     model = Decoder(GEOMETRY, torch.bfloat16)

@@ -1,5 +1,5 @@
-"""Ranks agree on objects, errors and signals; when one fails or falls silent, the others say so and
-end.
+"""Ranks agree on objects, errors and signals; when one fails or falls silent, the others report it
+and end.
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 HERE = Path(__file__).resolve().parent
 SEEDS = (1, 2, 3, 5, 7, 8, 9)
-"""Of cases.make_geometry: together they hold every kind of layer, shared and own key/value heads,
-tied and untied."""
+"""Names in cases.make_geometry: together they have every kind of layer, shared and own key/value
+heads, tied and untied.
+"""
 
 
 def hugging_face_config(seed: int) -> dict[str, object]:

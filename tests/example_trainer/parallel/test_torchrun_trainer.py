@@ -123,7 +123,7 @@ def test_a_killed_rank_ends_the_others_and_one_process_goes_on(
     os.kill(worker(trainer, 1).pid, signal.SIGKILL)
     assert trainer.guard.wait(timeout=60) != 0
     text = trainer.log_path.read_text()
-    # Rank 1 may not have heard yet that the service was told.
+    # Rank 1 may not know yet that the service has the acknowledgement.
     assert re.search(
         "rank 0 of 2 lost another rank while (waiting for a batch|acknowledging batches)", text
     )

@@ -1,4 +1,4 @@
-"""What a parameter server holds, refuses and serves, without processes."""
+"""The content of a parameter server, its refusals and answers, without processes."""
 
 from __future__ import annotations
 

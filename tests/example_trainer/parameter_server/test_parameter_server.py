@@ -1,5 +1,5 @@
-"""Trainer, parameter server and light vLLM servers: what is pushed arrives, whoever of them is
-killed, slow or late.
+"""Trainer, parameter server and light vLLM servers: pushed weights arrive, even if one of the
+processes is killed, slow or late.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Trainer:
             parameter.data.copy_(values)
 
     def parts(self, version: int) -> list[tuple[str, torch.Tensor]]:
-        """Weights of which no two are the same."""
+        """Weights, no two of them equal."""
         made, first = [], 1000 * version
         for name, parameter in self.model.named_parameters():
             made.append(
@@ -116,7 +116,7 @@ class Trainer:
         return made
 
     def look_after(self) -> None:
-        """What training does while it waits for rollouts."""
+        """The work of training while it waits for rollouts."""
         if self.bridge.server_restarted():
             self.bridge.keep_serving(lambda: None)
 

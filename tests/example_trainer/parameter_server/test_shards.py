@@ -27,7 +27,7 @@ ENOUGH = 60.0
 
 
 class Held:
-    """What is asked of the shards here."""
+    """Requests to the shards here."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -47,9 +47,9 @@ class Held:
 
 
 def as_ranks(count: int, timeout: float, work: Callable[[Ranks], Any]) -> list[Any]:
-    """What each rank's work returned or raised.
+    """Return each rank's result or exception.
 
-    Its connections are closed then, as those of a process that ends.
+    Its connections are closed then, as when a process ends.
     """
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=ENOUGH))
@@ -134,7 +134,7 @@ def test_a_shard_that_hangs_is_named_after_the_deadline_of_an_answer(
 def test_a_shard_that_does_not_come_is_named_with_the_place_and_the_deadline(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Strangers come instead: they count for nobody."""
+    """Strangers come instead: they do not count."""
     wrong = "a secret that nobody has told anybody"
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -94,8 +94,8 @@ class Documented:
 
 
 def logical_lines(text: str) -> Iterator[str]:
-    """Lines of a page without comment signs and prompts, those that end with a backslash joined;
-    and what is `in backticks`.
+    """Return the lines of a page without comment signs and prompts, lines joined that end with a
+    backslash; and the text `in backticks`.
     """
     joined = re.sub(r"\\\n\s*#?\s*", " ", text)
     for line in joined.splitlines():

@@ -374,7 +374,7 @@ def test_a_run_that_went_back_prunes_what_it_left_behind_first(start: Path, tmp_
 
 
 def test_a_trainer_that_was_replaced_saves_nothing(start: Path, tmp_path: Path) -> None:
-    """It was stopped with SIGSTOP, say, and taken for dead; what it would write are other weights
+    """It was stopped with SIGSTOP, for example, and taken for dead; it would write other weights
     under the same numbers.
     """
     model, optimizer = load(start)

@@ -119,7 +119,7 @@ def test_a_float16_checkpoint_is_trained_in_bfloat16(
 
 
 def cosine_to_float32(dtype: torch.dtype, tokens: int) -> float:
-    """Of the output matrix's gradient, with weights as in a batch of so many tokens."""
+    """Return the output matrix's gradient, with weights as in a batch of so many tokens."""
     torch.manual_seed(0)
     hidden, weight, targets = (
         torch.randn(256, 32),

@@ -1,4 +1,4 @@
-"""Offloaded masters and moments: every element passes through the device once, and the bits are
+"""Offloaded masters and moments: every element passes through the device once, and the bits equal
 those of a step without it.
 """
 

@@ -1,4 +1,4 @@
-"""Options that are switched off by others are told, and those that act are not."""
+"""Options that are switched off by others are logged, and active ones are not."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def test_with_a_checkpoint_for_each_step_no_batch_is_lost_or_trained_on_twice(
 def test_a_batch_that_is_in_the_checkpoint_is_not_trained_on_by_a_resume_with_another_batch_size(
     trainers: Trainers,
 ) -> None:
-    """With another size the service takes the batch apart and hands its groups out again, if it is
-    not told before.
+    """With another size the service takes the batch apart and hands its groups out again, unless it
+    learns of the step before.
     """
     trainers.post(*range(4))
     assert not trainers.train("--checkpoint-interval", "1", point="acknowledging")
@@ -89,7 +89,9 @@ def test_a_batch_that_is_in_the_checkpoint_is_not_trained_on_by_a_resume_with_an
 def test_the_batch_of_another_services_life_is_left_alone(
     trainers: Trainers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its numbers begin anew; what the checkpoint calls batch 1 is not what that service calls so."""
+    """Its numbers begin at one again; batch 1 of the checkpoint is another one than batch 1 of that
+    service.
+    """
     trainers.post(*range(2))
     assert not trainers.train("--checkpoint-interval", "1", point="acknowledging")
     httpx.get(f"{trainers.url}/reset_data", timeout=30).raise_for_status()

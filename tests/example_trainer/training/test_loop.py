@@ -1,4 +1,4 @@
-"""The one loop on real parts: what a step says of itself, and which steps are traced."""
+"""The one loop on real parts: a step's line, and the choice of traced steps."""
 
 from __future__ import annotations
 

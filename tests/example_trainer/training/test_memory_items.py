@@ -44,7 +44,7 @@ def test_parameters_are_those_of_the_model() -> None:
         assert parameter_count(made) == sum(
             p.numel() for p in Decoder(made, torch.float32).parameters()
         )
-    assert parameter_count(qwen_14b()) == 14_770_033_664  # as the model's card says: 14.7 B
+    assert parameter_count(qwen_14b()) == 14_770_033_664  # as in the model's card: 14.7 B
 
 
 def test_the_items_of_a_14b_model_are_what_one_expects() -> None:
@@ -216,8 +216,8 @@ def test_72b_on_32_ranks_on_paper() -> None:
     loss, layers_back, end, update = plan.moments.values()
     assert plan.greatest == "backward of the layers"
     # The output matrix stays whole through the step, and its gradient waits for its reduction at
-    # the end; of layers two are whole, one has float32 gradients, and those of the one before are
-    # being added up.
+    # the end. Two layers are whole: one has float32 gradients, and the gradients of the one before
+    # are being added up.
     gathered, sent = "output matrix, gathered", root - vocab * hidden
     assert layers_back[gathered] == loss[gathered] == 2 * sent
     assert layers_back["output matrix's gradient"] == 4 * vocab * hidden

@@ -1,5 +1,5 @@
-"""AdamW on masters does what torch.optim.AdamW does, writes weights only when told, and refuses
-what is not finite.
+"""AdamW on masters does what torch.optim.AdamW does, writes weights only on request, and refuses
+values that are not finite.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How many ranks a trainer starts: by its GPUs, by --ranks, by vLLM's ranks, and by modes of one
-process.
+"""The number of ranks that a trainer starts: by its GPUs, by --ranks, by vLLM's ranks, and by modes
+of one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def options(**values: object) -> TrainerConfig:
 def server_info(
     ranks: int, gpus: tuple[str, ...] = (), dtype: str = "bfloat16", replicas: int = 1
 ) -> dict[str, Any]:
-    """What a server of so many ranks answers at /bridge/info, as far as a choice depends on it."""
+    """Return a server's answer at /bridge/info, for so many ranks, as far as a choice depends on
+    it.
+    """
     shard = ShardSpec("weight", (2, 3), (2, 3), (Slice(0, 0, 0, 2),))
     manifests = [
         Manifest(r, ranks, (ManifestEntry(shard, dtype, "cuda:0"),)).to_json() for r in range(ranks)

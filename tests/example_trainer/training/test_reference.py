@@ -1,5 +1,5 @@
-"""What a reference worker computes for a group is what the trainer computes for itself; and who
-cannot do so is told.
+"""A reference worker computes for a group exactly the trainer's own values; and a worker that
+cannot gets an error.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def bins_of(groups: list[dict[str, Any]]) -> list[PackedBin]:
 
 
 def scored(groups: list[dict[str, Any]], reference: Decoder) -> list[dict[str, Any]]:
-    """The groups with what the reference says of them in the very bins that they are trained in."""
+    """The groups with the reference's logprobs in the very bins that they are trained in."""
     rows = [[[1.0] * len(row) for row in group["tokens"]] for group in groups]
     for bin in bins_of(groups):
         with torch.no_grad():

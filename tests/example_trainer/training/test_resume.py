@@ -1,4 +1,4 @@
-"""Where a trainer begins: `auto` never crosses runs or models, and says what it found."""
+"""A trainer's starting point: `auto` never crosses runs or models, and logs its choice."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_auto_always_finds_the_end_of_the_line_that_was_worked_on_last(
     """Fresh runs, resumes and returns to older steps, in any order, against a list of what each
     line has saved.
 
-    A run that saves a step again replaces the folder, whoever saved it first.
+    A run that saves a step again replaces the folder, whichever run saved it first.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, now, owners = Path(name), 1000, {}

@@ -1,5 +1,5 @@
-"""Batches without logprobs of what was sampled: what is refused, by which flag, and what is only
-said.
+"""Batches without logprobs of the samples: the refused ones, the flag to blame, and the ones that
+are only logged.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A run whose trainer, environment and rollout service are killed, at each point of the loop,
 learns what an unhurt one learns.
 
-Trainer, service and environment are the real ones; in place of vLLM a few lines answer, with tokens
-that are a function of the weights and of the request's seed, in an order that nobody controls. The
-trainer dies as in in_process.
+Trainer, service and environment are the real ones. In place of vLLM a few lines answer with tokens
+that are a function of the weights and of the request's seed, in an order that the test does not
+control. The trainer dies as in in_process.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Sampler(BaseEnv):
         before, pause = self.run_of.served, random.uniform(0, 0.02)
         await asyncio.sleep(pause)
         after = self.run_of.served
-        # What is sampled while the weights change is of neither.
+        # Samples from a change of weights belong to neither.
         digest = after.digest if before.digest == after.digest else f"{before} {after} {pause}"
         rng = random.Random(f"{digest} {item} {self.sampling_seed()}")
         rows = [[rng.randrange(61) for _ in range(rng.randint(2, 8))] for _ in range(GROUP)]
@@ -112,7 +112,7 @@ class Sampler(BaseEnv):
         }, []
 
     async def die(self) -> None:
-        """As SIGKILL: nobody is told."""
+        """As SIGKILL: no other process gets a message."""
         for task in self.workers:
             task.cancel()
 
@@ -321,8 +321,8 @@ def test_whoever_is_killed_and_wherever_the_weights_are_those_of_the_unhurt_run(
     hurt.start_environment()
     options: tuple[str, ...] = ()
     for number, point in enumerate(POINTS):
-        # With a checkpoint in two steps, what was acknowledged since the last one is sampled and
-        # learned anew.
+        # With a checkpoint every two steps, the steps acknowledged since the last one are sampled
+        # and learned again.
         assert not hurt.train(
             1 + number % 2, *options, point=point, passes=1 + (number % 3 == 2)
         ), point

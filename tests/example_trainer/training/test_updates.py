@@ -67,7 +67,7 @@ def test_two_epochs_of_two_minibatches_are_ppo_written_down() -> None:
     )
 
     def logprobs_of(group: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the trained tokens: the policy's logprobs, the sampler's."""
+        """Logprobs of the trained tokens: the policy's, the sampler's."""
         tokens = torch.tensor(groups[group]["tokens"][number])
         trained = [t for t, token in enumerate(groups[group]["masks"][number]) if token != -100]
         table = plain.logits(tokens[None])[0].log_softmax(-1)
@@ -336,8 +336,8 @@ def test_a_run_goes_on_behind_a_batch_that_taught_in_part(
 def test_a_run_whose_later_updates_all_fail_ends_with_what_was_learned(
     trainers: Trainers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first update of each batch is sound, and its step complete: that is no reason to go on
-    with half of them for ever.
+    """The first update of each batch is sound, and its step complete: that must not let half of the
+    batches count for ever.
     """
     passes = 0
 

@@ -40,7 +40,7 @@ SECONDS = 60.0
 
 
 def manifests_of(tp_size: int, dtype: torch.dtype) -> list[Manifest]:
-    """Of a server's ranks."""
+    """Manifests of a server's ranks."""
     plans = [plan_shards(GEOMETRY, rank, tp_size) for rank in range(tp_size)]
     return [
         Manifest(
@@ -99,7 +99,7 @@ class Rank:
         return self.updater.status
 
     def holds(self, weights: dict[str, torch.Tensor]) -> bool:
-        """Whether its parameters are its shard of these, but for padding."""
+        """Report if its parameters are its shard of these, except for padding."""
         return all(
             torch.equal(
                 local_view(item, self.parameters[item.name]),
@@ -109,7 +109,7 @@ class Rank:
         )
 
     def checksum_of(self, weights: dict[str, torch.Tensor]) -> str:
-        """What a trainer that holds these must tell it."""
+        """Return the messages of a trainer that holds these."""
         return weights_checksum(
             (item.name, source_view(item, weights[item.name]).to(item.dtype))
             for item in self.layout
@@ -117,7 +117,7 @@ class Rank:
 
 
 def make_servers(count: int, tp_size: int, dtype: torch.dtype, direct: bool) -> list[list[Rank]]:
-    """Servers, each a list of ranks that have been told where to receive into."""
+    """Servers, each a list of ranks that know where to receive."""
     servers = [[Rank(manifest) for manifest in manifests_of(tp_size, dtype)] for _ in range(count)]
     for server in servers:
         for rank in server:

@@ -1,10 +1,9 @@
-"""What test_fleet_senders.py starts: a trainer of two ranks, of which one is stopped while weights
-are sent.
+"""Started by test_fleet_senders.py: a trainer of two ranks; one is stopped while weights are sent.
 
 Arguments: a folder for rank 1's process id, which is there when it is about to stop, and for a file
-that says that the last version was seen; `cpu`, or `cuda` for a GPU of each rank's own; the ports
-of the servers. Version v is v in all weights. There are three versions for each way of transfer;
-rank 1 is late in the second one's third bucket.
+that marks the end of the last version; `cpu`, or `cuda` for a GPU of each rank's own; the ports of
+the servers. Version v is v in all weights. There are three versions for each way of transfer; rank
+1 is late in the second one's third bucket.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ VERSIONS = 3
 
 
 class LateStream(WeightStream):
-    """Stops its process between two buckets, once, if it is told to."""
+    """Stops its process between two buckets, once, on request."""
 
     stops = ""
 

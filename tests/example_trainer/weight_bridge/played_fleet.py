@@ -44,13 +44,13 @@ class PlayedRendezvous:
 
 @dataclass
 class PlayedServer:
-    """What a server does, and what was done to it; shared by whatever speaks to it.
+    """A server's script, and its record; shared by all that speak to it.
 
     Attributes:
         faults: by step (init, cohort, begin, transfer, commit), what happens there, once: an error,
-            or "hangs"; at commit also "is late": it serves, and says so when nobody waits any more.
-        idle: it takes none of its bytes, and says so.
-        heard: the steps in order.
+            or "hangs"; at commit also "is late": it serves, and answers after the deadline.
+        idle: it takes none of its bytes, and reports it.
+        heard: the received steps in order.
     """
 
     url: str
@@ -181,7 +181,7 @@ class PlayedClient(BridgeServer):
 
 
 class PlayedCohort:
-    """Meets those who come."""
+    """Meets its peers."""
 
     def __init__(self, world: World) -> None:
         self.world, self.key = world, ""

@@ -1,5 +1,5 @@
-"""What test_stream.py starts: two ranks whose model FSDP2 spreads send it to two servers, which
-rank 0 has in threads.
+"""Started by test_stream.py: two ranks whose model FSDP2 spreads send it to two servers, which rank
+0 has in threads.
 
 Argument: a file that is made when the servers have given up a transfer to which rank 1 does not
 come.
@@ -50,7 +50,7 @@ def run_case(ranks: Ranks, port: int, store: KeyedStore, tp_size: int, dtype: to
     stream = WeightStream(
         model, manifests_of(tp_size, dtype), plan, ranks, CPU, Route.GLOO, BUCKET_BYTES
     )
-    # Of the two senders to servers of one rank, one is on their machine.
+    # One of the two senders to servers of one rank is on their machine.
     memory = stream.memory if tp_size == 2 or ranks.is_main else None
     cohort = Cohort(ranks, plan, CPU, SECONDS, memory)
     servers = make_servers(2, tp_size, dtype, direct=True) if ranks.is_main else []
@@ -81,7 +81,8 @@ def run_case(ranks: Ranks, port: int, store: KeyedStore, tp_size: int, dtype: to
     form("a")
     update(1)
     update(2)
-    # Nobody receives: rank 0 finds out, and rank 1, whose own lanes say nothing, leaves with it.
+    # Without receivers: rank 0 finds out, and rank 1, whose own lanes report nothing, leaves with
+    # it.
     with pytest.raises(BridgeError, match="the servers are away"):
         stream.send(cohort, lambda: "the servers are away")
     form("b")
@@ -108,7 +109,8 @@ def late_rank(
     form: Callable[[str, float], None],
 ) -> None:
     """Rank 1 comes to a transfer when the receivers have given it up: it fails on both ranks, and
-    the receivers say which lane it was whose weights did not come."""
+    the receivers name the lane whose weights did not come.
+    """
     form("d", FEW_SECONDS)
     given_up = Path(sys.argv[1])
 

@@ -1,5 +1,5 @@
-"""A broadcast to several servers whose faults are played: who gets the weights, who is left out,
-and who comes back.
+"""A broadcast to several servers whose faults are played: the servers that get the weights, are
+left out, and come back.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_one_that_fails_is_left_out_of_the_step_and_is_right_again_after_the_nex
 def test_one_that_is_sent_to_by_itself_keeps_the_others_waiting_no_longer_either(
     world: World, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody in its group is ahead of it: it has weights of another kind."""
+    """No server in its group is ahead of it: it has weights of another kind."""
     caplog.set_level("INFO")
     faulty = world.servers[1]
     faulty.dtype = "bfloat16"
@@ -158,7 +158,8 @@ def test_a_stuck_server_holds_up_the_others_for_no_longer_than_the_patience(
     world: World, idle: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second of three is stuck, and the third has its bytes from it. The third is lost as well,
-    until the next look, where the second does not say that it takes none."""
+    until the next look, where the second does not report that it takes none.
+    """
     caplog.set_level("INFO")
     bridge = world.trainer()
     world.handed_on = True
@@ -184,7 +185,7 @@ def test_a_stuck_server_holds_up_the_others_for_no_longer_than_the_patience(
 def test_who_could_not_commit_for_want_of_bytes_is_not_blamed(
     world: World, meanwhile: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same where everything had been sent before anybody was missed.
+    """The same where everything had been sent before a server was missed.
 
     Who waits may get its bytes after all, and serve.
     """

@@ -76,8 +76,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(
     ("at", "do", "which"),
-    # The first hands on to others what it receives, where that is how weights travel; who then
-    # waits for it is not to blame.
+    # The first hands its data on to others, where weights travel that way; a server that then waits
+    # for it is not to blame.
     [
         *(pytest.param(*fault, 1, id="-".join(fault)) for fault in FAULTS),
         pytest.param("receive", "slow", 0, id="first-slow"),
@@ -92,8 +92,8 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
     caplog: pytest.LogCaptureFixture,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """What the update took, and until the faulty one served what it should again, is noted for
-    check_fleet_faults.py.
+    """Record for check_fleet_faults.py the seconds of the update, and until the faulty server
+    served the right weights again.
     """
     caplog.set_level("INFO")
     faulty, others = (
@@ -103,7 +103,7 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
     if at == "cohort":
         trainer.bridge._updates._keeper.members[
             faulty.url
-        ].joined = False  # so that the cohort is formed anew
+        ].joined = False  # so that the cohort is formed again
         for line in trainer.bridge._lines.values():
             line.leave()
     again = threading.Thread(
@@ -170,7 +170,7 @@ def test_one_that_serves_another_version_is_left_out_until_a_full_update(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What it says is played, at a look of the trainer's; what follows is not."""
+    """Its answers are played, at a look of the trainer's; the rest is real."""
     caplog.set_level("INFO")
     faulty = servers[1]
     client = trainer.bridge._keeper.members[faulty.url].server

@@ -38,7 +38,7 @@ class Simulated:
     """Its checksum will differ."""
     taken_by: str = ""
     hangs: bool = False
-    """Its engine makes no progress, and it says so."""
+    """Its engine makes no progress, and it reports that."""
     version: int = 0
     epoch: int = 0
 
@@ -187,7 +187,7 @@ class FleetModel(RuleBasedStateMachine):
         helped = {url for url in self.fleet.places if not self.servers[url].taken_by}
         stuck = {
             url for url in helped if self.fleet.places[url].hopeless
-        }  # its trainer is gone, but nobody has restarted it
+        }  # its trainer is gone, but has not been restarted
         assert set(self.fleet.good) == helped - stuck
 
 

@@ -120,7 +120,7 @@ def test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_up
     transfer: str,
     where: dict[str, Any],
 ) -> None:
-    """Its servers have given the update up meanwhile; it says that they heard nothing from it, and
+    """Its servers have given the update up by then; it logs that they got nothing from it, and
     joins them again.
     """
     few = [
@@ -163,7 +163,7 @@ def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_ag
     processes: Processes,
     tmp_path: Path,
 ) -> None:
-    """Two ranks, FSDP2, of which one is stopped until the servers have given its update up: see
+    """Two ranks, FSDP2; one is stopped until the servers have given its update up: see
     late_rank.py.
     """
     g = GEOMETRY
@@ -218,7 +218,7 @@ def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_ag
 
 
 class Wishes:
-    """A board on which somebody has written a server."""
+    """A board with a server on it."""
 
     def __init__(self) -> None:
         self.wanted: list[str] = []

@@ -1,5 +1,5 @@
-"""A server that lost its adapter, as a restart leaves it, is told from one that only gets a new
-version.
+"""A server that lost its adapter, as a restart leaves it, is distinguished from one that only gets
+a new version.
 """
 
 from __future__ import annotations

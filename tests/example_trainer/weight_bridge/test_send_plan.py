@@ -31,7 +31,7 @@ QWEN_14B = geometry_of("Qwen3", 40, 5120, 17408, 40, 8, 128, 151936)
 
 
 def manifests(geometry: Geometry, tp_size: int, dtype: str = "bfloat16") -> tuple[Manifest, ...]:
-    """Of every rank of a vLLM."""
+    """Manifests of every rank of a vLLM."""
     return tuple(
         Manifest(
             r,

@@ -1,5 +1,5 @@
-"""The fleet's table at a rollout service that refuses it: said once for each reason, with what to
-do, and when it is over.
+"""The fleet's table at a rollout service that refuses it: logged once for each reason, with the
+remedy, and when it is over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TAKEN = (200, {"status": "success", "wanted": ["http://d:9001"], "left": []})
 
 
 class Service:
-    """Answers POST /fleet as it is told, and as it does to whoever shows no key, if it has one."""
+    """Answers POST /fleet by its script, and, if it has a key, refuses callers without it."""
 
     def __init__(self, port: int = 0) -> None:
         self.answer: tuple[int, object] = TAKEN

@@ -31,7 +31,7 @@ MANIFEST = Manifest(
 
 
 class Server(ThreadingHTTPServer):
-    """Shares one weight, checks what a commit says of it, and remembers the steps in their order."""
+    """Shares one weight, checks the values of a commit, and remembers the steps in their order."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Steps)

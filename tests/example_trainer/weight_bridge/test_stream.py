@@ -46,7 +46,7 @@ FEW_SECONDS = 4.0
 
 
 def mappings(pid: int) -> int:
-    """Of weights that are on their way, in a process."""
+    """Bytes of weights that are on their way, in a process."""
     return Path(f"/proc/{pid}/maps").read_text().count("lockstep-weights")
 
 
@@ -100,9 +100,7 @@ class Trainer:
         self.cohort.form(at(self.port), key, members, Route.GLOO, self.store, seconds, lost)
 
     def expect(self, key: str, members: Sequence[int], of: int) -> None:
-        """Offer the memory, as `form` does, and return when these receivers have said that they are
-        here.
-        """
+        """Offer the memory, as `form` does, and return when these receivers have reported."""
         (place,) = lane_places(at(self.port), key, 0, [0], SENDER, of, Route.GLOO)
         assert self.stream.memory is not None
         self.store.set(place.offer, self.stream.memory.offer)
@@ -184,8 +182,7 @@ def test_float16_servers_get_rounded_weights(
 ) -> None:
     """A trainer never computes in float16.
 
-    What it sends has the servers' dtype on the way already, also where one parameter has another
-    dtype than the rest.
+    It sends the servers' dtype, also where one parameter has another dtype than the rest.
     """
     trainer = Trainer(2, torch.float16, free_port(), trained=trained)
     name, odd = list(trainer.model.named_parameters())[2]
@@ -249,8 +246,8 @@ def test_a_receiver_that_does_not_come_is_named_and_the_others_are_free_at_once(
 
 
 def test_a_transfer_that_is_lost_ends_at_once_on_both_sides(free_port: Callable[[], int]) -> None:
-    """One server never receives; who finds out says so, and the other server's update is called
-    off.
+    """One server never receives; the rank that finds out reports it, and the other server's update
+    is called off.
     """
     trainer = Trainer(1, torch.float32, free_port())
     servers = make_servers(2, 1, torch.float32, True)

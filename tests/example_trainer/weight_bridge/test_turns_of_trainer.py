@@ -1,4 +1,4 @@
-"""The trainer's side of taking turns, against a server that answers as it is told."""
+"""The trainer's side of taking turns, against a server with scripted answers."""
 
 from __future__ import annotations
 

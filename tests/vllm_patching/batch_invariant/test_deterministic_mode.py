@@ -1,6 +1,4 @@
-"""What deterministic mode refuses, how its self-test finds a difference, and that both sides'
-settings can be compared.
-"""
+"""Deterministic mode's refusals, its self-test, and the comparison of both sides' settings."""
 
 from __future__ import annotations
 

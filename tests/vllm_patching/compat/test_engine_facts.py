@@ -1,4 +1,4 @@
-"""What a server's engine says of itself to a trainer."""
+"""The engine facts that a server sends to a trainer."""
 
 from __future__ import annotations
 

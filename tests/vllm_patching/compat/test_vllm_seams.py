@@ -145,7 +145,7 @@ def test_the_seam_is_there(seam: str, source: VllmSource) -> None:
 
 
 def imported_from_vllm() -> set[str]:
-    """What the project imports from vLLM by statement."""
+    """Names that the project imports from vLLM by statement."""
     files = [
         path
         for folder in ("vllm_patching", "example_trainer")

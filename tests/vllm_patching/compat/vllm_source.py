@@ -17,8 +17,8 @@ class VllmSource:
         self._trees: dict[str, ast.Module | None] = {}
 
     def has(self, seam: str) -> bool:
-        """Whether there is a name `module:attribute`, `module:Class.attribute` (inherited, or set
-        on self, counts too), or a module `module:`.
+        """Report if a name `module:attribute`, `module:Class.attribute` (inherited, or set on self,
+        counts too), or a module `module:` exists.
         """
         module, _, attributes = seam.partition(":")
         tree = self._tree(module)

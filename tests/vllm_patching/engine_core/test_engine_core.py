@@ -1,5 +1,5 @@
-"""engine_core.py: the engine goes on if, and only if, every rank holds what was expected and
-somebody still waits for it.
+"""engine_core.py: the engine goes on if, and only if, every rank holds the expected weights and a
+caller still waits for it.
 """
 
 from __future__ import annotations

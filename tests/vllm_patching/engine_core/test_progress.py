@@ -106,7 +106,7 @@ class Core:
 
 def test_an_engine_core_tells_its_steps_and_the_requests_that_are_due(file: Path) -> None:
     class Followed(Core):
-        """Of its own, since installing changes the class."""
+        """A class of its own, since installing changes it."""
 
     progress.install(Followed)
     progress.install(Followed)  # plugins are loaded more than once
@@ -130,7 +130,7 @@ def test_an_engine_core_tells_its_steps_and_the_requests_that_are_due(file: Path
 
 def test_a_batch_without_results_yet_is_still_under_way(file: Path) -> None:
     class Followed(Core):
-        """Of its own, since installing changes the class."""
+        """A class of its own, since installing changes it."""
 
     progress.install(Followed)
     core = Followed(queued=True)

@@ -1,4 +1,6 @@
-"""Buckets: bounded, in order, every byte once; and the sums of pieces are those of the whole."""
+"""Buckets: bounded, in order, every byte once; and the sums of pieces equal the sums of the
+whole.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def test_every_row_is_in_one_bucket_and_buckets_are_bounded(
 def test_pieces_sum_up_to_what_the_whole_does(
     shapes: list[tuple[list[int], torch.dtype]], limit: int, spoilt: bool, data: st.DataObject
 ) -> None:
-    """Whatever the order, and whoever sums which of them."""
+    """In any order, and with any split of the summing."""
     layout = layout_of(shapes)
     torch.manual_seed(0)
     weights = [torch.randn(item.shape).to(item.dtype) for item in layout]

@@ -127,7 +127,7 @@ class Kept(Timeline):
 
 @given(st.lists(st.tuples(st.sampled_from(["", "busy", "waits"]), st.integers(0, int(30e9)))))
 def test_activities_follow_each_other(changes: list[tuple[str, int]]) -> None:
-    """At every moment the spans say what it was told last, and a long one is written in pieces."""
+    """At every moment the spans show the last state, and a long one is written in pieces."""
     moments = list(accumulate(wait for _, wait in changes))
     told, kept = [what for what, _ in changes], Kept()
     clock = iter([*moments, 10**12])

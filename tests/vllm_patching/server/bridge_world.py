@@ -36,12 +36,12 @@ CLOCKED = (bridge, engine_calls, engine_core, turns)
 """The modules whose seconds are the world's."""
 PART_SECONDS = 0.1
 CLIENT_MARGIN = 2.0
-"""How much longer than the server a trainer waits for an answer."""
+"""Seconds by which a trainer's deadline exceeds the server's."""
 
 
 @dataclass(frozen=True)
 class FakeWriter(Writer):
-    """A process that ends when the test says so."""
+    """A process that ends on the test's command."""
 
     trainer: Any = None
 
@@ -81,7 +81,7 @@ class Trainer:
         self.lease: str | None = None
         self.spoil = ""
         self.part_seconds = PART_SECONDS
-        """How long the GPU takes for a part of what is written."""
+        """Seconds of the GPU for a part of a write."""
         self.lose_answer = ""
         self.fate = ("", "")
         """A point of its way, and what happens to it there: it is stopped or killed."""
@@ -123,7 +123,7 @@ class Trainer:
     # -- what the server and the workers see of it
 
     async def reached(self, rank: int, seconds: float) -> bool:
-        """Whether the GPU comes to the event behind the writes within that time."""
+        """Report if the GPU comes to the event behind the writes within that time."""
         deadline = self.world.now + seconds
         while rank not in self.reached_gpu:
             if self.world.now >= deadline:
@@ -152,7 +152,7 @@ class Trainer:
     # -- what it does
 
     async def _update_for_sure(self) -> None:
-        """One update; anew, once, if it was too late."""
+        """One update; again, once, if it was too late."""
         version = self.version + 1
         try:
             if not self.joined:
@@ -194,7 +194,7 @@ class Trainer:
 
     @property
     def sends(self) -> bool:
-        """Whether it is a broadcast's."""
+        """Report if it is a broadcast's."""
         return self.kind in ("direct", "overlapped")
 
     async def _meet(self) -> None:
@@ -326,8 +326,7 @@ class World:
         self.wrong: list[str] = []
         self.watchdog_fails = False
         self.held_back: int | None = None
-        """How many updates had been served when the server was put in quarantine; None if it was
-        not."""
+        """Number of updates served before the server was put in quarantine; None if it was not."""
         self._names = itertools.count()
         loop.run_until_complete(self._start(folder, ranks))
 
@@ -410,8 +409,8 @@ class World:
         elif state.phase is Phase.UNHEALTHY:
             assert self.server.trouble()
             # A command to pause that failed without having paused it is repeated at the watchdog's
-            # next look; a quarantine is told at once, and stops the engine when the call that has
-            # its turn has ended.
+            # next look; a quarantine is reported at once, and stops the engine when the call that
+            # has its turn has ended.
             trying = (
                 "pause" in commands
                 or in_flight
@@ -430,7 +429,7 @@ class World:
             )
 
     def check_tokens(self) -> None:
-        """Every token that was handed out says which weights it was sampled with.
+        """Every token that was handed out names the weights that sampled it.
 
         Begins another request.
         """

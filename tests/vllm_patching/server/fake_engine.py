@@ -1,9 +1,9 @@
 """vLLM's engine as the bridge sees it: a core that obeys one command after the other between steps,
 and its front end.
 
-It keeps to what matters of vLLM's ways: a pause counts from the moment at which the core reads the
-command, long before it is answered; commands wait for the end of a step and for each other; nothing
-that was sent can be taken back; whoever stops waiting for an answer does not stop the core.
+It keeps to the essential parts of vLLM: a pause counts from the moment at which the core reads the
+command, long before it is answered; commands wait for the end of a step and for each other; a sent
+command cannot be taken back; a caller that stops waiting for an answer does not stop the core.
 Commands can be slow, and can fail before or after they have been carried out.
 """
 
@@ -23,7 +23,7 @@ from vllm_patching.protocol.messages import CAN_VERIFY_AND_RESUME, VERIFY_AND_RE
 from vllm_patching.weights.sharding import ShardSpec, Slice
 
 CACHE_BYTES = 1000
-"""Of a rank's keys and values."""
+"""Memory of a rank's keys and values."""
 PARTS = 3
 """Pieces in which weights are written."""
 STEP_SECONDS = 0.05
@@ -37,7 +37,7 @@ def checksum(parts: list[str]) -> str:
 
 @dataclass
 class Fault:
-    """What happens to a command of the core: `slow`, `fails before` or `fails after` it was carried
+    """The fault of a command of the core: `slow`, `fails before` or `fails after` it was carried
     out.
 
     Attributes:
@@ -229,7 +229,7 @@ class FakeCore:
         self.faults: deque[Fault] = deque()
         self.stalled_until = 0.0
         self.mute_until = 0.0
-        """It goes on working, and what it says is heard after that."""
+        """It goes on working, and its answers arrive after that."""
         self._heard = 0.0
         self._loop = asyncio.get_running_loop()
         self.outputs: asyncio.Queue[tuple[float, str]] = asyncio.Queue()
@@ -249,7 +249,7 @@ class FakeCore:
 
     @property
     def busy(self) -> bool:
-        """Whether it has been told anything that it has not done."""
+        """Report if it has an open command."""
         return self._obeying or bool(self.commands)
 
     async def _run(self) -> None:
@@ -281,18 +281,18 @@ class FakeCore:
                 raise RuntimeError(f"{name} has failed")
         except RuntimeError as error:
             future.set_exception(error)
-            future.exception()  # whoever asked may not wait any more
+            future.exception()  # the caller may not wait any more
             return
         if name == "pause" and fault.kind == "slow":
-            # It stands still already, and says so when it is idle; other commands are carried out
-            # meanwhile.
+            # It stands still already, and reports it when it is idle; other commands are carried
+            # out in between.
             late = asyncio.ensure_future(self._answer_later(future, fault.seconds))
             self._background.add(late)
             return
         self._say(future.set_result, answer)
 
     def _say(self, hear: Callable[[Any], None], what: Any) -> None:
-        """What the core says while nobody hears it comes later, in the same order."""
+        """Answers of the core while no front end reads come later, in the same order."""
         if self._world.now >= max(self.mute_until, self._heard):
             return hear(what)
         self._heard = max(self._heard, self.mute_until) + 1e-6
@@ -383,7 +383,7 @@ class Renderer:
 
 
 class FakeEngine:
-    """vLLM's AsyncLLM. Make it, and call `start` when whoever wraps its parts has done so."""
+    """vLLM's AsyncLLM. Make it, and call `start` when its parts have been wrapped."""
 
     def __init__(self, world: Any, ranks: int = 1) -> None:
         self.core = FakeCore(world, ranks)

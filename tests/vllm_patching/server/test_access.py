@@ -1,6 +1,4 @@
-"""Who is let in: every kind of caller at every kind of path, with a key and without, and whatever
-headers anybody makes up.
-"""
+"""Access: every kind of caller at every kind of path, with a key and without, and with any headers."""
 
 from __future__ import annotations
 
@@ -340,7 +338,7 @@ def make_client(door: Door, caller: str) -> TestClient:
 
 
 def test_the_app_asks_at_the_door_first() -> None:
-    """Before it is told that the engine is loading, and before a body is read."""
+    """Before the answer that the engine is loading, and before a body is read."""
     afar = make_client(Door(), "10.0.0.9")
     answer = afar.post("/bridge/init", content=b"no JSON")
     assert answer.status_code == 403

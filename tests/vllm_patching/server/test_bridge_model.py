@@ -28,7 +28,7 @@ FAULTS = ("slow", "fails before", "fails after")
 class BridgeModel(RuleBasedStateMachine):
     """A server and its trainers, between which time passes and faults happen.
 
-    What must hold is in World.look.
+    The invariants are in World.look.
     """
 
     def __init__(self) -> None:

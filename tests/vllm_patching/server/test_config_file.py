@@ -1,4 +1,4 @@
-"""Each server's own file in a folder, and what a killed server's says to the next one of its port."""
+"""Each server's own file in a folder, and the next server on the port of a killed one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def name_of(pid: int) -> str:
 
 
 def leave(path: Path, **facts: object) -> None:
-    """What a server of this or an older version leaves when it is killed."""
+    """Files that a server of this or an older version leaves when it is killed."""
     path.write_text(json.dumps(facts))
 
 
@@ -58,7 +58,7 @@ def serve(file: ConfigFile, trainer: str = "") -> None:
 
 
 def kill(file: ConfigFile) -> None:
-    """What the kernel does with the file of a server that is killed."""
+    """The kernel's work on the file of a server that is killed."""
     assert file._descriptor is not None
     os.close(file._descriptor)
     file._descriptor = None

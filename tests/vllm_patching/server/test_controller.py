@@ -151,7 +151,7 @@ def test_a_pause_that_times_out_does_not_leave_the_engine_standing(world: World)
     trainer = served_once(world, "single_copy")
     world.core.faults.append(
         Fault("slow", 1.5 * TIMEOUT, "pause")
-    )  # it stands still, and says so too late
+    )  # it stands still, and reports it too late
     trainer.begin()
     world.run_until(lambda: not trainer.busy, 5 * TIMEOUT)
     assert "did not answer a pause" in trainer.log[-1]
@@ -166,7 +166,7 @@ def test_an_engine_that_does_not_go_on_is_no_healthy_server(world: World) -> Non
     trainer.begin()
     world.run(2 * TIMEOUT)
     world.core.stalled_until = world.now + 3 * TIMEOUT
-    trainer.kill()  # whole again, but the engine cannot be told to go on
+    trainer.kill()  # whole again, but the engine cannot be resumed
     world.run(TIMEOUT)
     assert world.server.trouble()
     world.run(4 * TIMEOUT)
@@ -181,14 +181,14 @@ def test_an_engine_that_resumed_at_the_last_moment_says_with_which_weights(world
     trainer.go_on()
     world.core.stalled_until = (
         world.now + TIMEOUT + 1.0
-    )  # the check is answered when nobody waits any more
+    )  # the check is answered after the caller's deadline
     world.run_until(lambda: not trainer.busy, 5 * TIMEOUT)
     world.run(TIMEOUT)
     world.check_tokens()
 
 
 def test_an_engine_that_goes_on_unheard_labels_its_tokens_rightly(world: World) -> None:
-    """The front end is so busy that it hears neither that the engine went on nor, in time, that it
+    """The front end is so busy that it learns neither that the engine went on nor, in time, that it
     stands still again.
     """
     trainer = served_once(world, "single_copy")

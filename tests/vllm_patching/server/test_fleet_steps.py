@@ -1,6 +1,4 @@
-"""What a server does as one of several: it is called off, put in quarantine, and asked whether it
-serves.
-"""
+"""A server as one of several: it is called off, put in quarantine, and asked if it serves."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def answer_of(
     mode: str = "raw_logprobs",
     **fields: Any,
 ) -> dict[str, Any]:
-    """What /generate writes when the engine gives these completions, and these logprobs of the
+    """Return the output of /generate for these completions of the engine, and these logprobs of the
     prompt [1, 2].
     """
     spans = VersionSpans()

@@ -73,7 +73,7 @@ def test_a_process_that_cannot_be_seen_is_never_known_to_have_ended() -> None:
     assert "end here:12 and restart the server, which cannot see elsewhere:3 end" in lease.remedy
 
 
-# -- what the operating system says of a process
+# -- the operating system's facts about a process
 
 
 @pytest.fixture

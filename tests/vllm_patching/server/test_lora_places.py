@@ -23,7 +23,7 @@ CAPACITY = 3
 
 class Engine:
     """vLLM's engine as far as adapters go: a queue of calls, carried out in order by two ranks,
-    also when nobody waits.
+    also without a waiting caller.
 
     Attributes:
         held: per rank, the adapters that it holds.

@@ -135,8 +135,8 @@ async def test_all_go_on_together() -> None:
 
 @pytest.mark.asyncio
 async def test_none_serves_on_when_one_holds_other_weights() -> None:
-    """Those that went on did so with the right weights, and it is told when; then they stand still
-    again.
+    """Ranks that went on did so with the right weights, and the time is reported; then they stand
+    still again.
     """
     engine, told = Engine(Core(), Core(held="b")), []
     answers, moment, runs = await verify(engine, told)

@@ -1,4 +1,4 @@
-"""shared_check.py: whoever asks, and however many do, the engine samples one token in some seconds."""
+"""shared_check.py: with any number of callers, the engine samples one token in some seconds."""
 
 from __future__ import annotations
 

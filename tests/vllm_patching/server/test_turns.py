@@ -85,7 +85,7 @@ def finish(world: World, trainer: Trainer) -> None:
 
 
 def samples(world: World) -> bool:
-    """Whether tokens come, and the server says so."""
+    """Report if tokens come, and the server reports the same."""
     before = len(world.engine.output_processor.tokens)
     world.run(1.0)
     told = world.server.status()

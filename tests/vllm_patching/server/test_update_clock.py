@@ -13,7 +13,7 @@ MARKS = ("paused", "transferred", "committed", "verified", "serving")
 
 
 class Hands:
-    """What time.monotonic() says."""
+    """The value of time.monotonic()."""
 
     now = 100.0
 

@@ -9,7 +9,7 @@ from vllm_patching.server.state import Span, VersionSpans, Weights
 
 
 def spans_of(*pairs: tuple[int, int]) -> list[Span]:
-    """Of (version, tokens), all of the checkpoint's epoch."""
+    """Expected spans from (version, tokens), all of the checkpoint's epoch."""
     return [Span(Weights(0, version), tokens) for version, tokens in pairs]
 
 

@@ -1,6 +1,4 @@
-"""An event loop whose seconds pass when nobody has anything to do, so that deadlines cost a test no
-time.
-"""
+"""An event loop whose seconds pass when all tasks wait, so that deadlines cost a test no time."""
 
 from __future__ import annotations
 

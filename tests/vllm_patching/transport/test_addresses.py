@@ -1,5 +1,5 @@
-"""Where trainer and servers meet: what the variables say, what the routes say, and what is said of
-an address that is wrong.
+"""The meeting place of trainer and servers: by the variables, by the routes, and the errors about a
+wrong address.
 """
 
 from __future__ import annotations

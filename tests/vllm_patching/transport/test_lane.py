@@ -27,7 +27,7 @@ from vllm_patching.transport.rendezvous import Meeting
 
 
 class Still(Lane):
-    """A lane that says when it is closed."""
+    """A lane that records when it is closed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(

@@ -31,8 +31,8 @@ def of_weights(folder: Path = Path("/dev/shm")) -> Sequence[Path]:
 
 
 def test_what_a_killed_sender_had_ends_with_its_last_reader() -> None:
-    """Another process's memory is read; when that is killed nothing of it has a name, and nobody
-    else can open it.
+    """Another process's memory is read; when that process is killed none of it has a name, and no
+    other program can open it.
     """
     sender = subprocess.Popen(
         [sys.executable, "-c", SENDER],

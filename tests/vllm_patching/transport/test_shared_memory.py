@@ -1,4 +1,4 @@
-"""Weights in shared memory: the same bytes for two processes, readable by nobody else."""
+"""Weights in shared memory: the same bytes for two processes, readable by no other user."""
 
 from __future__ import annotations
 

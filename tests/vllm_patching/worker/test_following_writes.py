@@ -1,5 +1,5 @@
-"""A worker that waits for a trainer's writes on the GPU waits for a while, and says what did not
-come.
+"""A worker that waits for a trainer's writes on the GPU waits for a while, and names the missing
+write.
 """
 
 from __future__ import annotations

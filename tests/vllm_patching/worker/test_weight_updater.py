@@ -70,7 +70,7 @@ time.sleep(600)
 
 
 def new_weights(spoil: bool = False) -> list[tuple[str, torch.Tensor]]:
-    """What the trainer sends."""
+    """The trainer's message."""
     generator = torch.Generator().manual_seed(5)
     weights = [(item.name, torch.randn(item.shape, generator=generator)) for item in LAYOUT]
     if spoil:
@@ -180,7 +180,7 @@ def test_a_staging_buffer_that_is_not_needed_any_more_is_let_go(
     if how == "a direct transfer":
         join(
             updater, free_port(), 1, True, 0.1
-        )  # nobody is there, which is seen after the buffer is gone
+        )  # no peer is there, which is seen after the buffer is gone
         wait_for(updater, "failed")
         assert [tensor.data_ptr() for tensor in updater.staged()] == [
             tensor.data_ptr() for _, tensor in live

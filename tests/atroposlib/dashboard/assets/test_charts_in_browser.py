@@ -124,7 +124,7 @@ def test_an_event_stands_on_the_axis_of_every_chart_until_its_kind_is_switched_o
 
 
 def read_out(seen: Visit, chart: str) -> str:
-    """What a chart says of events while the pointer goes over all of it."""
+    """The text of a chart about events while the pointer goes over all of it."""
     surface = seen.page.get_by_role("figure", name=chart, exact=True).get_by_role("img")
     surface.scroll_into_view_if_needed()
     box = surface.bounding_box()

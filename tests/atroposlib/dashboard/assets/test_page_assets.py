@@ -57,7 +57,7 @@ def test_files_are_short_and_of_this_machine(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in OURS if path.suffix in (".css", ".js")], ids=lambda path: path.name)
 def test_colours_have_names(path: Path) -> None:
-    """One file says what is what colour, in light and dark."""
+    """One file names the colour of each thing, in light and dark."""
     if path.name == "base.css":
         return
     # what makes a colour of ours fainter
@@ -66,7 +66,7 @@ def test_colours_have_names(path: Path) -> None:
 
 
 def test_modules_find_each_other() -> None:
-    """There is no build step that would say so."""
+    """Without a build step only this test finds it."""
     for path in OURS:
         if path.suffix == ".js":
             for name in re.findall(r"^(?:import|export)\b[^;]*?from \"(\./[^\"]+)\"", path.read_text(), re.MULTILINE):

@@ -1,4 +1,4 @@
-"""Pages that are open: each is told what concerns it, within bounds."""
+"""Pages that are open: each gets the events that concern it, within bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the service's page knows of a run that an earlier process of the service has seen."""
+"""The service's page knows a run that an earlier process of the service has seen."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ TRAINER = Registration(1, "g", "p", 2, 128, "c", 5, 0, 100, model="m")
 def test_a_trainer_that_died_while_the_service_was_away_is_missed(
     tmp_path: Path, uuid: int, missed: bool
 ) -> None:
-    """Though it holds a batch, over which one that does not tell of its servers may be silent for
-    long; so may the next one, of which nothing is known yet."""
+    """Though it holds a batch: a trainer that reports no servers may be silent for long beside it.
+    So may the next one, which has not reported anything yet.
+    """
 
     async def run() -> None:
         before = source(tmp_path, TRAINER)
@@ -46,7 +47,7 @@ def test_a_trainer_that_died_while_the_service_was_away_is_missed(
 
 
 def source(folder: Path, trainer: Registration) -> LiveSource:
-    """That of a fresh process, whose store has a trainer's registration."""
+    """The source of a fresh process, whose store has a trainer's registration."""
     service = RolloutService(MemoryStore(), Limits())
     service.queue.register(trainer)
     return LiveSource(service, ObservedFolder(folder), Hub(), Place())

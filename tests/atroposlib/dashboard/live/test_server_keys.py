@@ -24,8 +24,8 @@ WEIGHTS = {"instance": "one", "weight_version": 3, "weight_epoch": 7, "serving":
 
 
 class KeyedServer:
-    """Answers /weights to everybody and /bridge/state to the key, and notes what each request
-    carried.
+    """Answers /weights to every caller and /bridge/state to the key, and records the key of each
+    request.
 
     Args:
         moved_to: address to which /bridge/state is redirected; empty for an ordinary answer.

@@ -77,7 +77,7 @@ def test_what_a_service_saw_before_it_was_stopped_is_old_at_once() -> None:
 
 
 def test_a_run_that_was_killed_without_a_word_gives_no_sign() -> None:
-    """The machine may have lost the network as well: nothing says that the processes have ended."""
+    """The machine may have lost the network as well: the processes may still run."""
     found = signs_of(stack(), Sighting(4600.0, written=1000.0))
     assert {name: sign["state"] for name, sign in found.items()} == dict.fromkeys(NAMES, "silent")
     assert [found[name]["seen"] for name in NAMES] == [1000.0, 999.0, 999.0, 999.0]

@@ -1,6 +1,4 @@
-"""What the service says of its stack: faults in words with a remedy, and what happened between two
-looks.
-"""
+"""The service's view of its stack: faults in words with a remedy, and events between two polls."""
 
 from __future__ import annotations
 

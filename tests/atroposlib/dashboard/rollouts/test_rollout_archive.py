@@ -1,5 +1,5 @@
-"""The archive of rollouts: every list against a sorted one, bounds, the search, and what the
-trainer told.
+"""The archive of rollouts: every list against a sorted one, bounds, the search, and the trainer's
+reports.
 """
 
 from __future__ import annotations

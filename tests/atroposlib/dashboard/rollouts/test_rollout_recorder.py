@@ -1,4 +1,4 @@
-"""The recorder: it keeps what it can, never waits or raises, and says what it left out."""
+"""The recorder: it keeps what it can, never waits or raises, and counts the rest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAIT = 60.0
 
 
 class Told:
-    """Waits until the recorder has told of so many groups."""
+    """Waits until the recorder has announced so many groups."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

@@ -1,4 +1,6 @@
-"""One rollout, token by token: its text, who speaks, its numbers, and any part of it by itself."""
+"""One rollout, token by token: its text, its speakers, its numbers, and any part of it by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +226,7 @@ def test_sampling_parameters_are_one_line() -> None:
 
 
 def test_tokens_that_are_none_are_shown_as_they_are() -> None:
-    """Files of groups hold what somebody wrote."""
+    """Files of groups may hold anything."""
     group = {"tokens": [["a", -5, 2**80, None, 65]], "scores": [1.0]}
     shown = joined(transcript(group, 0, text_of()))
     assert "a" in shown

@@ -1,5 +1,5 @@
-"""A real service keeps rollouts and what the trainer reports, tells them as JSON, and has them when
-it was killed.
+"""A real service keeps rollouts and the trainer's reports, serves them as JSON, and still has them
+after a kill.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ SHADED = "(all) => all.filter((one) => one.dataset.shade).map((one) => [one.data
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Iterator[MadeUpRun]:
-    """A run with two groups: one of several turns, of which the trainer has reported the second
-    rollout, and a worse one.
+    """A run with two groups: one of several turns, whose second rollout the trainer has reported,
+    and a worse one.
     """
     folder = tmp_path_factory.mktemp("read")
     service = Service(

@@ -1,4 +1,6 @@
-"""Figures over steps: no row is lost, no peak is hidden, and what is no number is unknown."""
+"""Figures over steps: no row is lost, no peak is hidden, and a value that is not a number is
+unknown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The cookie of a sign-in: nobody makes one without the key, it ends, and wrong keys are counted."""
+"""The cookie of a sign-in: it cannot be made without the key, it ends, and wrong keys are
+counted.
+"""
 
 from __future__ import annotations
 

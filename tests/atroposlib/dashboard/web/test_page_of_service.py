@@ -1,5 +1,5 @@
-"""The page as a real service serves it: who gets in, what the browser is told, and what comes by
-itself.
+"""The page as a real service serves it: its access, the headers for browsers, and the events of its
+stream.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from tests.atroposlib.service.conftest import Service, group, trainer
 
 KEY = "correct-horse-battery-staple"
 PROXY = "127.0.0.8"
-"""An address of this machine, as 127.0.0.9 and all others that begin so: who asks from it is not
-who asks from 127.0.0.1."""
+"""An address of this machine, as 127.0.0.9 and all others that begin so: a caller from it is
+another one than a caller from 127.0.0.1.
+"""
 PAGES = ("/ui", "/ui/weights", "/ui/history")
 DATA = (
     "page",
@@ -120,7 +121,7 @@ def keyless(run_folder: Path) -> Iterator[Service]:
 
 @pytest.fixture
 def browser(keyed: Service) -> Iterator[httpx.Client]:
-    """Keeps cookies, and says of its posts where they come from, as browsers do."""
+    """Keeps cookies, and sends the origin of its posts, as browsers do."""
     url = f"http://127.0.0.1:{keyed.port}"
     with httpx.Client(base_url=url, headers={"Origin": url}, timeout=30) as client:
         yield client

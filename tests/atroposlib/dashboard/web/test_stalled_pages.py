@@ -1,5 +1,5 @@
-"""Pages that stop reading, with real sockets: they are let go of, hold nobody up, and those that
-are too many are told so.
+"""Pages that stop reading, with real sockets: they are dropped, delay no other page, and get an
+answer if they are too many.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def stalled(port: int) -> tuple[socket.socket, int]:
 
 @asynccontextmanager
 async def served(hub: Hub) -> AsyncIterator[int]:
-    """The port of a server that tells what a hub tells."""
+    """The port of a server that sends the events of a hub."""
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -127,7 +127,7 @@ def test_two_hundred_that_read_nothing(tmp_path: Path) -> None:
         assert service.get("/ui/api/page")["full"] == refused.json()["error"], (
             "a page says it to whoever opens it"
         )
-        # More than their connections hold is told, and the one that reads gets it while they do
+        # More is sent than their connections hold, and the page that reads gets it while they do
         # not.
         with (figures / "metrics.jsonl").open("a") as file:
             for step in range(1, 41):

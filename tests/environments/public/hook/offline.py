@@ -1,8 +1,8 @@
-"""What an environment file finds in place of the network: data sets.
+"""Stand-ins for the network in an environment file: data sets.
 
 `datasets.load_dataset` is replaced before the file can import it, and serves rows that a case
-gives: {data set: {split: rows}}. What is not there is refused by name, never fetched. The sources
-of randomness that environments draw items with start from the same seed.
+gives: {data set: {split: rows}}. A missing one is refused by name, never fetched. The sources of
+randomness that environments draw items with start from the same seed.
 """
 
 import os
@@ -65,7 +65,7 @@ def replace_hub(files):
 
 
 def with_pictures(value):
-    """The rows with a picture of four points wherever they say PICTURE."""
+    """The rows with a picture of four points wherever the word PICTURE stands."""
     if isinstance(value, dict):
         return {key: with_pictures(held) for key, held in value.items()}
     if isinstance(value, list):

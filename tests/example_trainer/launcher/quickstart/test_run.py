@@ -40,7 +40,7 @@ def run_stack(output: Path, steps: int = 3, fault: str = "") -> subprocess.Compl
 def running_stack(
     output: Path, steps: int = 3, fault: str = "wait"
 ) -> Iterator[tuple[Any, TextIO]]:
-    """A run and what it says; it is ended with the block."""
+    """A run and its output; it is ended with the block."""
     here, there = os.pipe()
     process = start_unguarded(command(output, steps, fault), there, os.environ, ROOT)
     os.close(there)
@@ -53,7 +53,7 @@ def running_stack(
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """What it says at its end, from the line with its own name on."""
+    """Return its output at its end, from the line with its own name on."""
     found = re.search(r"^quickstart: .*", done.stdout, re.MULTILINE | re.DOTALL)
     assert found is not None, done.stdout
     return found[0]
@@ -70,7 +70,7 @@ def left_over(output: Path) -> list[int]:
             if mark in Path("/proc", str(pid), "environ").read_bytes().split(b"\0"):
                 found.append(pid)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended meanwhile, or is somebody else's
+            continue  # it has ended in between, or belongs to another process
     return found
 
 
