@@ -268,8 +268,8 @@ class ForkServer:
         returned.
 
         Args:
-            talks: its standard input and output; by default nobody says anything to it, and what it
-                says goes to its log.
+            talks: its standard input and output; by default it gets no input, and its
+                output goes to its log.
         """
         told = {
             "command": vars(command), "environment": dict(variables), "directory": str(directory or Path.cwd()), "grace": grace,

@@ -1,8 +1,8 @@
 """A real Chromium without a window, for tests that look at a page as a person does.
 
 Tests find links and buttons by role and name, as a screen reader does, and wait for the page's own
-attributes (`data-ready`, `data-connection`). What a page does that
-nobody sees is noted: lines in the console, errors, refusals of its content security policy,
+attributes (`data-ready`, `data-connection`). Hidden effects of a page
+are noted: lines in the console, errors, refusals of its content security policy,
 dialogs, and requests to other hosts. A visit at which any was noted fails.
 """
 
