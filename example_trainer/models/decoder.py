@@ -342,6 +342,21 @@ class Decoder(nn.Module):
         when they are tied. A split model has this rank's rows of it."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    def held_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that checkpoints hold, by name."""
+        return dict(self.named_parameters())
+
+    def prepare(self) -> None:
+        """Choose what depends on the weights, once they are there. Collective if spread."""
+
+    def require_positions(self, packing: Packing) -> None:
+        """Raise ModelError if a sequence is longer than the model has positions."""
+        if packing.longest > self.geometry.max_positions:
+            raise ModelError(
+                f"a sequence of {packing.longest} tokens exceeds the model's {self.geometry.max_positions} positions; "
+                "lower --seq-len"
+            )
+
     def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
         """Hidden states after the last norm.
 
@@ -357,11 +372,7 @@ class Decoder(nn.Module):
             ModelError: a sequence is longer than the model has positions.
             ValueError: the table has no operation for such a packing.
         """
-        if packing.longest > self.geometry.max_positions:
-            raise ModelError(
-                f"a sequence of {packing.longest} tokens exceeds the model's {self.geometry.max_positions} positions; "
-                "lower --seq-len"
-            )
+        self.require_positions(packing)
         x, residual = self.model.embed_tokens(tokens), None
         for layer in self.model.layers:
             if self.gradient_checkpointing and torch.is_grad_enabled():

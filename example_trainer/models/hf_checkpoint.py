@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
@@ -20,7 +21,9 @@ from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.safetensors_writer import write_safetensors
 from vllm_patching.weights.families import (
+    FAMILIES,
     Geometry,
+    Parameter,
     Part,
     UnsupportedModel,
     parameters,
@@ -98,6 +101,11 @@ def read_geometry(folder: Path) -> tuple[Geometry, dict[str, Any]]:
     except (OSError, json.JSONDecodeError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     try:
+        if FAMILIES.keys().isdisjoint(config.get("architectures") or []):
+            # Only here: it takes seconds to import transformers.
+            from example_trainer.models.transformers_layout import transformers_geometry
+
+            return transformers_geometry(folder), config
         return Geometry.from_config(config, where=str(path)), config
     except UnsupportedModel as error:
         raise ModelError(str(error)) from error
@@ -119,7 +127,7 @@ def load_model(
     name: str,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    make: Callable[[Geometry, torch.dtype, torch.device], Decoder] = Decoder,
+    make: Callable[[Geometry, torch.dtype, torch.device], Decoder] | None = None,
 ) -> Decoder:
     """Make a decoder and read a checkpoint into it.
 
@@ -127,7 +135,8 @@ def load_model(
         name: a folder or a hub id.
         dtype: that the model computes in; tensors stored in another one are converted.
         device: where the parameters live.
-        make: makes the uninitialised decoder; one that is spread over ranks reads its own part.
+        make: makes the uninitialised decoder; one that is spread over ranks reads its own part. Not
+            given: make_whole.
 
     Raises:
         ModelError: not found, not supported, or a tensor is missing, left over or of the wrong
@@ -135,10 +144,22 @@ def load_model(
     """
     folder = find_checkpoint(name)
     geometry, _ = read_geometry(folder)
-    model = make(geometry, dtype, torch.device(device))
+    model = (make or make_whole)(geometry, dtype, torch.device(device))
     model.source = folder
     read_weights(model, folder)
+    model.prepare()
     return model
+
+
+def make_whole(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Make the uninitialised model of one process: a decoder, or a model of transformers."""
+    if geometry.architecture in FAMILIES:
+        return Decoder(geometry, dtype, device)
+    from example_trainer.models.transformers_layout import TransformersGeometry
+    from example_trainer.models.transformers_model import TransformersModel
+
+    assert isinstance(geometry, TransformersGeometry)
+    return TransformersModel(geometry, dtype, device)
 
 
 def read_weights(model: Decoder, folder: Path) -> None:
@@ -148,7 +169,7 @@ def read_weights(model: Decoder, folder: Path) -> None:
         ModelError: a tensor is missing, left over or of the wrong shape. The model must not be used
             then.
     """
-    own = dict(model.named_parameters())
+    own = model.held_tensors()
     plan = parameters(model.geometry)
     with ExitStack() as stack, torch.no_grad():
         try:
@@ -163,7 +184,7 @@ def read_weights(model: Decoder, folder: Path) -> None:
                 parameter = own[name]
                 whole: Tensor = parameter
                 if model.shards.spread:
-                    whole = torch.empty(planned.shape, dtype=model.dtype)
+                    whole = torch.empty(planned.shape, dtype=stored_dtype(planned, model.dtype))
                 for part in planned.parts:
                     _copy_part(whole, part, where[part.name], folder)
                 if model.shards.spread:
@@ -211,8 +232,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _compare_names(
     plan_names: list[str], where: dict[str, Any], model: Decoder, folder: Path
 ) -> None:
-    # Old checkpoints store the rotary frequencies, which are computed here.
-    found = {name for name in where if not name.endswith("rotary_emb.inv_freq")}
+    ignored = model.geometry.ignored
+    found = {name for name in where if not any(re.search(one, name) for one in ignored)}
     if model.geometry.tie_word_embeddings and "lm_head.weight" in found:
         head = where["lm_head.weight"].get_tensor("lm_head.weight")
         if "model.embed_tokens.weight" in found:
@@ -237,12 +258,17 @@ def _copy_part(parameter: Tensor, part: Part, handle: Any, folder: Path) -> None
         raise ModelError(
             f"{folder}: {part.name} has shape {list(tensor.shape)}, config.json implies {list(part.shape)}"
         )
-    parameter[part.start : part.stop].copy_(tensor)
+    part.view(parameter).copy_(tensor)
 
 
 def _some(names: list[str], shown: int = 4) -> str:
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def stored_dtype(planned: Parameter, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter in checkpoints, and in memory, of a model in `dtype`."""
+    return torch.float32 if planned.float32 else dtype
 
 
 def hf_tensors(
@@ -252,7 +278,8 @@ def hf_tensors(
     plan = parameters(geometry)
     for name, weight in weights:
         for part in plan[name].parts:
-            yield part.name, weight.detach()[part.start : part.stop].to(dtype)
+            tensor = part.view(weight.detach()).to(stored_dtype(plan[name], dtype))
+            yield part.name, tensor.contiguous()
 
 
 def save_model(
@@ -268,7 +295,7 @@ def save_model(
         weights: take these values, by parameter name, instead of the parameters' own, rounded to
             the model's dtype.
     """
-    values = weights or dict(model.named_parameters())
+    values = weights or model.held_tensors()
     named = ((name, values[name]) for name in parameters(model.geometry))
     write_checkpoint(folder, model.geometry, model.dtype, named, companions(model), max_shard_bytes)
 
@@ -301,12 +328,13 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = total = 0
-    for part in (part for planned in parameters(geometry).values() for part in planned.parts):
-        nbytes = math.prod(part.shape) * dtype.itemsize
+    plan = parameters(geometry).values()
+    for stored, part in [(stored_dtype(one, dtype), part) for one in plan for part in one.parts]:
+        nbytes = math.prod(part.shape) * stored.itemsize
         if shards[-1] and size + nbytes > max_shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][part.name] = (dtype, part.shape)
+        shards[-1][part.name] = (stored, part.shape)
         size += nbytes
         total += nbytes
     tensors = hf_tensors(geometry, dtype, weights)

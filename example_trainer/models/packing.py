@@ -94,6 +94,12 @@ class Packing:
         return self._sent(torch.cat([torch.arange(first, end) for first, end in spans]))
 
     @cached_property
+    def numbers(self) -> Tensor:
+        """[tokens] int64, the number of each token's span."""
+        spans = torch.arange(len(self.lengths))
+        return self._sent(spans.repeat_interleave(torch.tensor(self.lengths)))
+
+    @cached_property
     def key_rows(self) -> Tensor | None:
         """[keys] int64: the tokens whose keys each span sees, span after span, in the order of
         their positions; the last ones are its own. None if no span continues another: each then

@@ -163,8 +163,11 @@ class RopeScaling:
 class Geometry:
     """Sizes and switches of a decoder-only transformer. All sizes in elements.
 
-    `windows` has the sliding window of each layer, in tokens with the query's own, or None for a
-    layer without one. It is empty if no layer has one.
+    Attributes:
+        windows: the sliding window of each layer, in tokens with the query's own, or None for a
+            layer without one. It is empty if no layer has one.
+        media_tokens: ids that stand for images, sounds or films.
+        ignored: patterns of checkpoint tensors that the model does not use.
     """
 
     architecture: str
@@ -185,6 +188,8 @@ class Geometry:
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     windows: tuple[int | None, ...] = ()
+    media_tokens: frozenset[int] = frozenset()
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # of old checkpoints
 
     @property
     def family(self) -> Family:
@@ -211,6 +216,10 @@ class Geometry:
     def kv_size(self) -> int:
         """Rows of the key part, and of the value part, of qkv_proj."""
         return self.num_kv_heads * self.head_dim
+
+    def listed(self) -> Iterator[Parameter]:
+        """Yield every parameter; see `parameters`."""
+        return _model(self)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str = "config.json") -> Geometry:
@@ -429,6 +438,10 @@ class Part:
         """One past the last row in the parameter."""
         return self.start + self.shape[0]
 
+    def view(self, whole: Any) -> Any:
+        """Return the part of a whole parameter that is this tensor; shares its memory."""
+        return whole[self.start : self.stop]
+
     @property
     def module(self) -> str:
         """Hugging Face's name of the tensor's module, such as `model.layers.0.mlp.up_proj`."""
@@ -450,12 +463,16 @@ class Parameter:
         adapted: each part is a projection that can have an adapter.
         partial: each tensor-parallel rank holds all of it and sees some of its uses, so the ranks'
             gradients add up.
+        float32: checkpoints hold it in float32, whatever the dtype of the others.
+        frozen: it is not trained, or is no parameter.
     """
 
     name: str
     parts: tuple[Part, ...]
     adapted: bool = False
     partial: bool = False
+    float32: bool = False
+    frozen: bool = False
 
     @property
     def module(self) -> str:
@@ -480,7 +497,7 @@ Rows = Mapping[str, tuple[int, Split]]
 @lru_cache
 def parameters(geometry: Geometry) -> Mapping[str, Parameter]:
     """Every parameter by name, in the order of vLLM's modules."""
-    return {parameter.name: parameter for parameter in _model(geometry)}
+    return {parameter.name: parameter for parameter in geometry.listed()}
 
 
 def _model(g: Geometry) -> Iterator[Parameter]:

@@ -148,11 +148,11 @@ def test_weights_come_from_the_hub_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_an_unsupported_config_is_refused_in_one_line(make_checkpoint: MakeCheckpoint) -> None:
     folder, _ = make_checkpoint("llama-untied")
     config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["GPT2LMHeadModel"]
+    config["architectures"] = ["NewestForCausalLM"]
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ModelError,
-        match=r"^\S+config\.json: architecture GPT2LMHeadModel is not supported; supported: Llama.*$",
+        match=r"^\S+config\.json: architecture NewestForCausalLM is not in transformers .*$",
     ):
         load_model(str(folder), torch.float32)
 

@@ -1,0 +1,218 @@
+"""Models of transformers, packed, against transformers' own model of each sequence alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from example_trainer.errors import ModelError
+from example_trainer.models import load_model, save_model
+from example_trainer.models.hf_checkpoint import SINGLE_FILE, read_geometry
+from example_trainer.models.packing import Packing
+from example_trainer.models.transformers_model import TransformersModel, checkpoint_tensors
+from tests.example_trainer.models.transformers_cases import CONFIGS, checkpoint
+
+LENGTHS = (9, 1, 17, 3)
+
+
+@pytest.fixture(params=CONFIGS)
+def name(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+def loaded(name: str, dtype: torch.dtype = torch.float32) -> TransformersModel:
+    model = load_model(str(checkpoint(name)), dtype)
+    assert isinstance(model, TransformersModel)
+    return model
+
+
+def tokens_of(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(0, 90, (2, sum(LENGTHS)), generator=generator)
+    return tokens, targets
+
+
+def alone(
+    model: transformers.PreTrainedModel, tokens: torch.Tensor, targets: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropies of each sequence forwarded by itself."""
+    rows = [model(input_ids=one[None]).logits[0] for one in tokens.split(LENGTHS)]
+    logprobs = (torch.cat(rows) / scale).log_softmax(-1)
+    chosen = logprobs.gather(1, targets[:, None])[:, 0]
+    return chosen, -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_packed_logprobs_and_gradients_are_those_of_the_sequences_alone(
+    name: str, recomputed: bool
+) -> None:
+    model, (tokens, targets) = loaded(name), tokens_of()
+    kind = getattr(transformers, model.geometry.architecture)
+    reference = kind.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+    model.gradient_checkpointing = recomputed
+    packing = Packing(LENGTHS)
+    logprobs, entropy = model.chosen_logprobs(
+        model(tokens, packing), targets, packing, 7, torch.full((len(targets),), 1.5), True
+    )
+    expected = alone(reference, tokens, targets, 1.5)
+    torch.testing.assert_close((logprobs, entropy), expected, atol=1e-5, rtol=0)
+
+    mixed = torch.randn(len(targets))
+    (mixed * logprobs + entropy).sum().backward()
+    (mixed * expected[0] + expected[1]).sum().backward()
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+    for key, parameter in reference.named_parameters():
+        if key in gradients:
+            torch.testing.assert_close(gradients.pop(key), parameter.grad, atol=1e-4, rtol=1e-4)
+        else:
+            assert parameter.grad is None, key
+    assert not gradients
+
+
+def test_a_checkpoint_is_read_and_written_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model = loaded(name)
+    save_model(model, tmp_path)
+    before, after = load_file(checkpoint(name) / SINGLE_FILE), load_file(tmp_path / SINGLE_FILE)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key
+    views = checkpoint_tensors(model)
+    assert views.keys() == before.keys()
+    for key, view in views.items():
+        assert torch.equal(view, before[key]), key
+    for view in views.values():
+        view.zero_()
+    assert not any(bool(tensor.any()) for tensor in model.held_tensors().values())
+
+
+def test_a_tensor_that_a_16_bit_checkpoint_holds_in_float32_stays_so(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint("Qwen3Next", torch.bfloat16), source)
+    tensors = load_file(source / SINGLE_FILE)
+    wide = {key: tensor.float() for key, tensor in tensors.items() if key.endswith("A_log")}
+    assert wide
+    tensors |= {key: tensor * 1.001 for key, tensor in wide.items()}
+    save_file(tensors, source / SINGLE_FILE)
+    model = load_model(str(source), torch.bfloat16)
+    save_model(model, tmp_path / "saved")
+    written = load_file(tmp_path / "saved" / SINGLE_FILE)
+    for key, tensor in tensors.items():
+        assert written[key].dtype == tensor.dtype
+        assert torch.equal(written[key], tensor), key
+
+
+def test_the_parts_beside_the_text_are_frozen() -> None:
+    model = loaded("Qwen2_5_VL")
+    frozen = [key for key, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen
+    assert all(".visual." in key for key in frozen)
+    assert model.geometry.media_tokens == {90, 91}
+
+
+def test_a_model_that_would_carry_state_over_forwards_one_sequence_per_row(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    model = loaded("Qwen3Next")
+    assert model.way == "one per row"
+    assert "Qwen3NextForCausalLM does not keep packed ones apart" in caplog.text
+    model.way = "packed"
+    assert model._reached()[:5].all()
+
+
+def test_attention_alone_is_packed() -> None:
+    assert loaded("Mixtral").way == "packed"
+
+
+def test_a_batch_without_targets_gives_the_head_a_gradient_of_zeros() -> None:
+    for name in ("Gemma2", "Mixtral"):
+        model, (tokens, targets) = loaded(name), tokens_of()
+        hidden = model(tokens, Packing(LENGTHS))
+        logprobs, entropy = model.chosen_logprobs(hidden[:0], targets[:0], None)
+        assert logprobs.shape == entropy.shape == (0,)
+        logprobs.sum().backward()
+        assert model.output_weight.grad is not None
+        assert not model.output_weight.grad.any()
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ModelError) as error:
+        load_model(str(folder), torch.float32)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def changed(tmp_path: Path, **keys: object) -> Path:
+    folder = tmp_path / "changed"
+    shutil.copytree(checkpoint("Mixtral"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    return folder
+
+
+def test_an_architecture_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
+    error = refused(changed(tmp_path, architectures=["NewestForCausalLM"]))
+    assert "architecture NewestForCausalLM is not in transformers" in error
+    assert "use a newer transformers" in error
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    auto_map = {"AutoModelForCausalLM": "modeling.NewestForCausalLM"}
+    folder = changed(tmp_path, architectures=["NewestForCausalLM"], auto_map=auto_map)
+    (folder / "modeling.py").write_text("raise SystemExit('it ran')\n")
+    assert "comes with the checkpoint (auto_map), and code of checkpoints is never run" in refused(
+        folder
+    )
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
+    error = refused(changed(tmp_path, quantization_config={"quant_method": "mxfp4"}))
+    assert "a quantised checkpoint cannot be trained; use the unquantised one" in error
+
+
+def test_a_model_that_does_not_continue_text_is_refused(tmp_path: Path) -> None:
+    error = refused(changed(tmp_path, architectures=["MixtralModel"]))
+    assert "MixtralModel does not continue text" in error
+
+
+def test_a_config_that_transformers_refuses_is_refused_in_one_line(tmp_path: Path) -> None:
+    error = refused(changed(tmp_path, hidden_size="wide"))
+    assert "transformers' MixtralForCausalLM refuses it" in error
+
+
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    folder = changed(tmp_path)
+    tensors = load_file(folder / SINGLE_FILE)
+    expert = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    del tensors[expert]
+    save_file(tensors | {"model.extra.weight": torch.zeros(2)}, folder / SINGLE_FILE)
+    error = refused(folder)
+    assert f"missing {expert}; not expected model.extra.weight" in error
+
+
+def test_tensors_that_transformers_ignores_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "with-draft"
+    shutil.copytree(checkpoint("Qwen3Next"), folder)
+    tensors = load_file(folder / SINGLE_FILE)
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(2)}, folder / SINGLE_FILE)
+    assert r"^mtp.*" in read_geometry(folder)[0].ignored
+    load_model(str(folder), torch.float32)
+
+
+def test_spans_that_share_prefixes_are_refused() -> None:
+    model, (tokens, _) = loaded("Mixtral"), tokens_of()
+    with pytest.raises(ValueError, match="share no prefixes"):
+        model(tokens[:6], Packing([2, 2, 2], parents=[-1, 0, 0]))
+
+
+def test_a_sequence_beyond_the_model_s_positions_is_refused() -> None:
+    model = loaded("Mixtral")
+    with pytest.raises(ModelError, match="exceeds the model's 64 positions"):
+        model(torch.zeros(65, dtype=torch.int64), Packing([65]))

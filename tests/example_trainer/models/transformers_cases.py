@@ -1,0 +1,82 @@
+"""Tiny random models of architectures that have no row in the table of families."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+
+_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [0],
+}
+_MEDIA_ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    # A sliding window, and a cap on the logits.
+    "Gemma2": _SIZES | {"head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 0.5},
+    # A tied matrix, and a factor of the logits.
+    "Cohere": _SIZES | {"logit_scale": 0.25, "tie_word_embeddings": True},
+    # A recurrent layer and one of attention, both with experts.
+    "Qwen3Next": _SIZES
+    | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+    | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    | {"num_experts": 4, "num_experts_per_tok": 2}
+    | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    # A mixture of experts.
+    "Mixtral": _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    # Latent attention, a dense layer, one of experts, and a buffer that checkpoints hold.
+    "DeepseekV3": _SIZES
+    | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4}
+    | {"n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    | {"kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    | {"v_head_dim": 8, "n_group": 1, "topk_group": 1},
+    # A vision tower beside the text part.
+    "Qwen2_5_VL": {
+        "text_config": _SIZES | {"rope_parameters": _MEDIA_ROPE},
+        "vision_config": _VISION,
+        "image_token_id": 90,
+        "video_token_id": 91,
+        "vision_start_token_id": 92,
+        "vision_end_token_id": 93,
+    },
+}
+"""Keys of config.json, by the first part of the names of transformers' classes."""
+
+
+@cache
+def checkpoint(name: str, dtype: torch.dtype = torch.float32) -> Path:
+    """Save a random model once for all tests of this process; return its folder."""
+    import transformers
+
+    torch.manual_seed(sum(name.encode()))
+    config = getattr(transformers, f"{name}Config")(**CONFIGS[name])
+    kind = transformers.AutoModelForCausalLM
+    if "vision_config" in CONFIGS[name]:
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.2)
+    folder = Path(mkdtemp(prefix=f"transformers-{name}-"))
+    model.save_pretrained(folder)
+    return folder
