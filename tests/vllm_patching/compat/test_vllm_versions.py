@@ -80,7 +80,7 @@ def test_the_version_installed_here_is_supported() -> None:
 
 @pytest.mark.parametrize(
     ("version", "said"),
-    [("0.33.0", "vLLM 0.33.0 is installed"), ("", "the package vllm is not installed")],
+    [("0.34.0", "vLLM 0.34.0 is installed"), ("", "the package vllm is not installed")],
 )
 def test_the_server_does_not_start_with_another(version: str, said: str, tmp_path: Path) -> None:
     if version:
