@@ -16,12 +16,10 @@ from pydantic.fields import FieldInfo
 
 from atroposlib.utils.yaml_files import YamlError, read_yaml, underscored
 from atroposlib.web.addresses import proxy_trouble
-from example_trainer.algorithm.advantages import find_advantages
-from example_trainer.algorithm.functions import is_import, make_importable
+from example_trainer.algorithm.advantages import find_advantages, is_import, make_importable
 from example_trainer.api_keys import SECRETS
-from example_trainer.config import SECTIONS, TrainerConfig
+from example_trainer.config import SECTIONS, TrainerConfig, flag_of
 from example_trainer.errors import ConfigError
-from example_trainer.options.section import flag_of
 
 Options = TypeVar("Options", bound=BaseModel)
 

@@ -26,23 +26,25 @@ from typing import Any
 
 from atroposlib.utils.waiting import LOG_EVERY
 from example_trainer.api_keys import revealed
-from example_trainer.batch.group_error import GroupError
-from example_trainer.batch.service import RefusedError, ServiceConnection
+from example_trainer.batch.client import RefusedError, ServiceConnection
+from example_trainer.batch.fields import GroupError
 from example_trainer.command_line import Parser, add_section, checked, checked_config, read_flags
-from example_trainer.config import TrainerConfig
+from example_trainer.config import (
+    AlgorithmOptions,
+    BatchOptions,
+    ModelOptions,
+    ReferenceWorkerOptions,
+    RolloutOptions,
+    Section,
+    TrainerConfig,
+)
 from example_trainer.deterministic.pairing import pin_settings
 from example_trainer.errors import ConfigError, OutOfMemoryError, RolloutServiceError
 from example_trainer.models import load_model
-from example_trainer.options.algorithm import AlgorithmOptions
-from example_trainer.options.model import ModelOptions
-from example_trainer.options.reference import ReferenceWorkerOptions
-from example_trainer.options.rollouts import BatchOptions, RolloutOptions
-from example_trainer.options.section import Section
 from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal, run
-from example_trainer.training.device_and_dtype import choose_device, choose_dtype
-from example_trainer.training.model import decoder_maker
+from example_trainer.training.model import choose_device, choose_dtype, decoder_maker
 from example_trainer.training.reference import ReferenceScorer, ReferenceSettings
 from vllm_patching.protocol.timeline import Activity, open_timeline
 

@@ -47,19 +47,22 @@ from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ProcessError
 from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.command_line import add_section, checked_config
-from example_trainer.config import TrainerConfig
+from example_trainer.config import (
+    AlgorithmOptions,
+    CorrectionOptions,
+    LengthOptions,
+    ModelOptions,
+    OptimizerOptions,
+    Section,
+    TrainerConfig,
+)
 from example_trainer.deterministic.pairing import make_parity, pin_settings
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import ConfigError, TrainerError
 from example_trainer.launcher import roles
 from example_trainer.models.hf_checkpoint import find_checkpoint
-from example_trainer.observe.evaluations import evaluation_line
-from example_trainer.observe.metrics import MetricsLog, make_metrics
-from example_trainer.observe.perf import make_speed
-from example_trainer.observe.profiling import StepProfiler
-from example_trainer.options.algorithm import AlgorithmOptions, CorrectionOptions, LengthOptions
-from example_trainer.options.model import ModelOptions, OptimizerOptions
-from example_trainer.options.section import Section
+from example_trainer.observe.metrics import MetricsLog, evaluation_line, make_metrics
+from example_trainer.observe.perf import StepProfiler, make_speed
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.prerequisites import require_vllm
 from example_trainer.process import StopSignal, run
@@ -71,9 +74,14 @@ from example_trainer.simple_defaults import (
     mark_given,
 )
 from example_trainer.training.checkpoints import Checkpoints
-from example_trainer.training.device_and_dtype import choose_device, choose_dtype
 from example_trainer.training.loop import train as take_steps
-from example_trainer.training.model import decoder_maker, make_model, make_reference
+from example_trainer.training.model import (
+    choose_device,
+    choose_dtype,
+    decoder_maker,
+    make_model,
+    make_reference,
+)
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.quantised import quantisation
 from example_trainer.training.runs import PREFIX, new_run

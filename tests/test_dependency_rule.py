@@ -66,7 +66,6 @@ ROOMS = (
     "batch",
     "command_line",
     "config",
-    "options",
     "parallel",
     "batch_invariant_backward",
     "models",

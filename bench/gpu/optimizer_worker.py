@@ -20,8 +20,12 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.head import default_chunk
 from example_trainer.models.ops import choose_table
 from example_trainer.training.memory_choice import offload_seconds
-from example_trainer.training.memory_items import MemoryRequest, OptimizerName, host_bytes
-from example_trainer.training.memory_plan import plan_memory
+from example_trainer.training.memory_plan import (
+    MemoryRequest,
+    OptimizerName,
+    host_bytes,
+    plan_memory,
+)
 from example_trainer.training.optimizer import make_optimizer
 
 PROMPT = 16

@@ -30,7 +30,7 @@ from bench.gpu.synthetic import (
     random_bin,
     random_weights,
 )
-from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.packing import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.ops import choose_operations, fast_attention

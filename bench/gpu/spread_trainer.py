@@ -20,8 +20,8 @@ from bench.gpu.processes import Answers, free_port
 from bench.gpu.shapes import SHAPES
 from bench.gpu.trainer import BenchTrainer, parse, scaled, set_up
 from example_trainer.models.decoder import Decoder
-from example_trainer.parallel.environment import place_of
 from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.parallel.launch import place_of
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.parallel.tensor import TensorParallelShards, split_decoder
 from vllm_patching.weights.families import Geometry

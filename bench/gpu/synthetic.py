@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.gpu.shapes import SHAPES
-from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch, TrainedSequence
-from example_trainer.batch.packing import pack_batch
+from example_trainer.batch.packing import PackedBin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder
 from example_trainer.models.shards import Shards

@@ -7,14 +7,115 @@ its own `advantages` replaces them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from atroposlib.wire import scores_equal
-from example_trainer.algorithm.functions import built_in, import_function, is_import, refusal, told
 from example_trainer.errors import ConfigError, NonFiniteError
+
+# Functions that an option names: the project's own by a word, the user's as `module:function`.
+
+Thing = TypeVar("Thing")
+
+
+def make_importable(folders: Iterable[Path]) -> None:
+    """Let modules be imported from these folders, behind all that can be imported already: nothing
+    of the project is hidden.
+    """
+    for folder in map(str, (folder.resolve() for folder in folders)):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def is_import(name: str) -> bool:
+    """Whether a name is a `module:function` of the user's."""
+    return ":" in name
+
+
+def built_in(flag: str, name: str, known: Mapping[str, Thing]) -> Thing:
+    """What a word stands for.
+
+    Raises:
+        ConfigError: nothing; the nearest one is named.
+    """
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    meant = (
+        f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, or module:function"
+    )
+    raise ConfigError(f"unknown {flag} {name}; {meant}")
+
+
+def import_function(flag: str, name: str, parameters: int, expected: str) -> Callable[..., Any]:
+    """Import a `module:function`.
+
+    Args:
+        flag: which option names it, for errors.
+        parameters: how many it is called with, all of them positional.
+        expected: what it should be, for errors.
+
+    Raises:
+        ConfigError: there is no such module or function, the module cannot be imported, or the
+            function cannot be called so.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not all(
+        part.isidentifier() for part in [*module_name.split("."), *function_name.split(".")]
+    ):
+        raise ConfigError(
+            f"{flag} {name} is no module:function, as in my_losses:mine; expected is {expected}"
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (
+            module_name == error.name or module_name.startswith(f"{error.name}.")
+        ):
+            raise ConfigError(
+                f"{flag} {name}: there is no module {error.name} in the current directory, beside the --config file or among "
+                "the installed ones; expected is a file that can be imported"
+            ) from error
+        raise refusal(flag, name, f"importing it failed: {told(error)}", expected) from error
+    except Exception as error:
+        raise refusal(flag, name, f"importing it failed: {told(error)}", expected) from error
+    for part in function_name.split("."):
+        if not hasattr(found, part):
+            raise refusal(flag, name, f"{module_name} has no {function_name}", expected)
+        found = getattr(found, part)
+    if not callable(found):
+        raise refusal(flag, name, f"it is no function but {type(found).__name__}", expected)
+    try:
+        inspect.signature(found).bind(*[None] * parameters)
+    except TypeError as error:
+        count = "one argument" if parameters == 1 else f"{parameters} arguments"
+        raise refusal(
+            flag, name, f"it cannot be called with {count} ({error})", expected
+        ) from error
+    except ValueError:  # it has none that Python can see: trying it out will tell
+        pass
+    function: Callable[..., Any] = found
+    return function
+
+
+def refusal(flag: str, name: str, problem: str, expected: str) -> ConfigError:
+    """The one line that says why a function cannot be used."""
+    return ConfigError(f"{flag} {name}: {problem}; expected is {expected}")
+
+
+def told(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
 
 Normalisation = Literal["token", "sequence", "constant"]
 DEFAULT_BETA = 0.1
@@ -246,3 +347,96 @@ def token_weights(
         return [1.0 / (length * len(trained)) if length > 0 else 0.0 for length in lengths]
     count = len(lengths) if sequences is None else sequences
     return [1.0 / (count * max_tokens) if length > 0 else 0.0 for length in lengths]
+
+
+# What a published method chooses where the options say nothing: `--loss NAME` stands for all of
+# its choices.
+#
+# A method is a loss per token (algorithm/losses) together with how rewards become advantages
+# (algorithm/advantages.py) and what each token counts. What a flag of its own says wins over the
+# method's choice. docs/algorithms.md has the equations, and where a row differs from its paper.
+
+KLPlace = Literal["loss", "reward"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table.
+
+    Attributes:
+        loss: name of the function in algorithm/losses.
+        advantages: name of the function in algorithm/advantages.py.
+        advantage_std: whether advantages are divided by a standard deviation; see find_advantages
+            for which.
+        loss_normalisation: see token_weights.
+        clip_eps, clip_eps_high: how far the ratio may fall and rise; None for as far as it may
+            fall. See the loss for what becomes of what goes further.
+        dual_clip: see losses.grpo; None for none.
+        kl_in: where the divergence from the reference goes.
+    """
+
+    loss: str
+    advantages: str = "group"
+    advantage_std: bool = True
+    loss_normalisation: Normalisation = "token"
+    clip_eps: float = 0.2
+    clip_eps_high: float | None = None
+    dual_clip: float | None = None
+    kl_in: KLPlace = "loss"
+
+
+METHODS: dict[str, Method] = {
+    # Shao et al., arXiv:2402.03300; there each sequence weighs the same, as with
+    # --loss-normalisation sequence.
+    "grpo": Method("grpo"),
+    # Liu et al., arXiv:2503.20783: neither the difficulty of a problem nor the length of an answer
+    # biases what it weighs.
+    "dr_grpo": Method("grpo", advantage_std=False, loss_normalisation="constant"),
+    # Yu et al., arXiv:2503.14476: clip-higher and the mean over tokens.
+    "dapo": Method("grpo", clip_eps_high=0.28),
+    # Zheng et al., arXiv:2507.18071: bounds of a whole sequence's ratio.
+    "gspo": Method("gspo", loss_normalisation="sequence", clip_eps=3e-4, clip_eps_high=4e-4),
+    # MiniMax-M1, arXiv:2506.13585: no lower bound; the paper gives no number for the upper one.
+    "cispo": Method("cispo", clip_eps=1.0, clip_eps_high=1.0),
+    # Williams, 1992, with the batch's mean reward as its baseline.
+    "reinforce": Method(
+        "reinforce",
+        advantages="batch",
+        advantage_std=False,
+        loss_normalisation="constant",
+        kl_in="reward",
+    ),
+    # Ahmadian et al., arXiv:2402.14740: the logprob of a whole answer, so a sum over its tokens,
+    # not their mean.
+    "rloo": Method(
+        "reinforce",
+        advantages="leave_one_out",
+        advantage_std=False,
+        loss_normalisation="constant",
+        kl_in="reward",
+    ),
+    # Hu et al., arXiv:2501.03262; the second with the group's mean as baseline, and the divergence
+    # in the loss.
+    "reinforce_pp": Method("grpo", advantages="batch", kl_in="reward"),
+    "reinforce_pp_baseline": Method("grpo", advantages="group_batch"),
+    # Ye et al., arXiv:1912.09729: what a negative advantage can do is bounded too.
+    "dual_clip": Method("grpo", dual_clip=3.0),
+}
+
+BOUNDS: dict[str, tuple[str, ...]] = {
+    "grpo": ("clip_eps", "clip_eps_high", "dual_clip"),
+    "gspo": ("clip_eps", "clip_eps_high"),
+    "cispo": ("clip_eps", "clip_eps_high"),
+    "reinforce": (),
+}
+"""Which bounds each of our losses knows. A function of the user's gets them all."""
+
+
+def method_named(loss: str) -> Method:
+    """The method that `--loss` names; for a `module:function` of the user's own, GRPO's choices
+    around that function.
+
+    Raises:
+        ConfigError: no method has this name.
+    """
+    return Method(loss) if is_import(loss) else built_in("--loss", loss, METHODS)

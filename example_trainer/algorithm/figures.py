@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from example_trainer.algorithm.divergence import MAX_LOG_RATIO, clamped_log_ratio, k3
+from example_trainer.algorithm.losses import MAX_LOG_RATIO, clamped_log_ratio, k3
 
 AGES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16)
 """The least age of each class in which the KL is told apart, in weight versions; the last class has

@@ -35,22 +35,257 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from example_trainer.algorithm.corrections import CorrectionSettings, correction_weights
-from example_trainer.algorithm.distillation import (
-    distillation_advantage,
-    distillation_loss,
-    teacher_kl,
-)
-from example_trainer.algorithm.divergence import clamped_log_ratio, k3
+from example_trainer.algorithm.advantages import KLPlace
 from example_trainer.algorithm.figures import BinOutcome
 from example_trainer.algorithm.losses import (
+    MAX_LOG_RATIO,
     Loss,
     LossInputs,
     LossSettings,
+    clamped_log_ratio,
     count_nonfinite,
+    k3,
+    sequence_mean,
     token_losses,
 )
-from example_trainer.algorithm.methods import KLPlace
+from example_trainer.errors import BatchError
+
+# Weights that make up for a sampler that is not the trainer: other kernels, other precision, or
+# older weights.
+#
+# With π the policy of the trainer and μ the one that sampled, as the rollouts' logprobs tell it, per
+# token
+#
+#     r_t = π(y_t) / μ(y_t) = exp(logπ_t - logμ_t)
+#
+# is what E_μ[r f] = E_π[f] needs. Its variance has no bound, so it is truncated, or what lies outside
+# of a band is left out:
+#
+#     token_truncate       c_t = min(r_t, high)                       truncated importance sampling (Ionides, 2008),
+#                                                                     per token as in IMPALA (arXiv:1802.01561, section 4)
+#     token_mask           c_t = 1 if low ≤ r_t ≤ high else 0
+#     sequence_truncate    c_t = min(r̄, high)
+#     sequence_mask        c_t = 1 if low ≤ r̄ ≤ high else 0
+#
+#     r̄ = exp(1/n Σ_t (logπ_t - logμ_t))                              over the n tokens of the sequence whose logμ is known
+#
+# r̄ is the geometric mean, the sequence ratio of GSPO (Zheng et al., arXiv:2507.18071, equation 7).
+# The product Π_t r_t would be without bias before it is truncated, but its logarithm grows with the
+# length: of long answers almost every product lies at a bound, or at 0. The mean means the same for
+# every length, and so do its bounds.
+#
+# π may be the policy that the batch began with ("proximal"): then c makes up for the sampler alone,
+# and the loss's own ratio π_now/π_proximal for the updates of the batch (decoupled PPO: Hilton et
+# al., arXiv:2110.00641; AReaL: Fu et al., arXiv:2505.24298, section 5). Or it is the present one
+# ("now"), and c makes up for both.
+#
+# In the dtype of the logprobs, which is float32 in training; nothing here has a gradient.
+
+Correction = Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
+RatioTo = Literal["proximal", "now"]
+
+
+@dataclass(frozen=True)
+class CorrectionSettings:
+    """How rollouts are corrected.
+
+    Attributes:
+        kind: see above.
+        low, high: of the ratio.
+        ratio: which policy π is.
+        sequence_kl_limit: sequences whose KL(μ ‖ π), the mean of k3 over their known tokens in
+            nats, is larger are left out; None for none. With any kind, "none" included.
+    """
+
+    kind: Correction = "token_truncate"
+    low: float = 0.5
+    high: float = 2.0
+    ratio: RatioTo = "proximal"
+    sequence_kl_limit: float | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether rollouts' logprobs are compared with anything."""
+        return self.kind != "none" or self.sequence_kl_limit is not None
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the logprobs under the weights that the batch began with are needed."""
+        return self.active and self.ratio == "proximal"
+
+    @property
+    def corrects_present(self) -> bool:
+        """Whether the weights hold the ratio of the present policy to the sampler already, so that
+        the loss must not.
+        """
+        return self.ratio == "now" and self.kind in ("token_truncate", "sequence_truncate")
+
+
+@dataclass(frozen=True)
+class CorrectionWeights:
+    """What each token's policy loss is multiplied by.
+
+    Attributes:
+        weights: [n] float32, at least 0 and at most `high`.
+        masked: [n] bool, left out: the weight is 0.
+        bounded: [n] bool, the weight is `high` instead of the ratio.
+    """
+
+    weights: Tensor
+    masked: Tensor
+    bounded: Tensor
+
+    @classmethod
+    def of_one(cls, logprobs: Tensor) -> CorrectionWeights:
+        """1 for each of [n] tokens."""
+        nowhere = torch.zeros_like(logprobs, dtype=torch.bool)
+        return cls(torch.ones_like(logprobs), nowhere, nowhere)
+
+
+@torch.no_grad()
+def correction_weights(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    sequence: Tensor,
+    sequences: int,
+    settings: CorrectionSettings,
+) -> CorrectionWeights:
+    """The weights c of a bin's tokens.
+
+    They are exactly 1 where the logprobs are equal, bit for bit; and depend on a token's own
+    sequence alone.
+
+    Args:
+        logprobs: [n] logπ.
+        rollout_logprobs: [n] logμ, NaN where unknown. Such a token counts as one of ratio 1: by its
+            own ratio it has the weight 1, by its sequence's that of its sequence, and a sequence of
+            which nothing is known has the weight 1.
+        sequence: [n] int64, ascending: which sequence each token is of.
+        sequences: how many there are.
+        settings: what is done.
+    """
+    one = CorrectionWeights.of_one(logprobs)
+    if not settings.active:
+        return one
+    weights, masked, bounded = one.weights, one.masked, one.bounded
+    unknown = rollout_logprobs.isnan()
+    log_ratio = clamped_log_ratio(logprobs, rollout_logprobs).masked_fill(unknown, 0.0)
+
+    def known_mean(values: Tensor) -> Tensor:
+        known_share = sequence_mean((~unknown).to(log_ratio.dtype), sequence, sequences)
+        return torch.where(
+            known_share > 0, sequence_mean(values, sequence, sequences) / known_share, 0.0
+        )
+
+    ratio = (known_mean(log_ratio) if settings.kind.startswith("sequence") else log_ratio).exp()
+    if settings.kind.endswith("truncate"):
+        weights, bounded = ratio.clamp(max=settings.high), ratio > settings.high
+    elif settings.kind.endswith("mask"):
+        masked = (ratio < settings.low) | (ratio > settings.high)
+    if settings.sequence_kl_limit is not None:
+        masked = masked | (known_mean(k3(log_ratio)) > settings.sequence_kl_limit)
+    return CorrectionWeights(weights.masked_fill(masked, 0.0), masked, bounded)
+
+
+# On-policy distillation: the student samples, a teacher scores what was sampled, and their reverse
+# KL is made smaller.
+#
+# Sources: the reverse KL on the student's own samples is that of Agarwal et al., "On-Policy
+# Distillation of Language Models" (arXiv:2306.13649), and of MiniLLM (Gu et al., arXiv:2306.08543);
+# k2 is the second estimator of J. Schulman's note "Approximating KL Divergence" (2020,
+# http://joschu.net/blog/kl-approx.html).
+#
+# At a position whose prefix is held fixed, with π the student, T the teacher, and r = log π - log T:
+#
+#     KL(π‖T) = E_{y~π}[ r(y) ]
+#     ∇KL     = E_{y~π}[ r ∇log π ] + E_{y~π}[ ∇log π ] = E_{y~π}[ r ∇log π ]        since Σ_y ∇π(y) = ∇1 = 0
+#
+# Both forms below have this gradient in expectation over samples of π. That of the advantage, -coef ·
+# r without gradient, is the policy gradient with r as a cost: -A ∇log π = coef · r ∇log π. That of
+# the loss, coef · r²/2 (k2), is coef · r ∇r, the same; its value is no estimate of the KL. The
+# advantage goes through the loss that was chosen, with its clipping and correction weights; the loss
+# is added beside it. Neither counts what a token does to the KL of those after it.
+#
+# A token without a teacher's logprob (NaN) counts as if the teacher agreed: r = 0.
+
+MAX_LOGPROB = 1e6
+"""Teacher's logprobs are clamped to ± this where a loss grows with them, so that one absurd token
+gives no infinity."""
+
+
+def distillation_advantage(old_logprobs: Tensor, teacher_logprobs: Tensor, coef: float) -> Tensor:
+    """What a token's advantage gains: -coef · (log π_old - log T), the log ratio within ±
+    MAX_LOG_RATIO.
+
+    Args:
+        old_logprobs: [n] float32 under the policy that the loss takes its ratio to.
+        teacher_logprobs: [n] float32, NaN where the teacher said nothing.
+        coef: `--distill-coef`.
+
+    Returns:
+        [n] float32, without gradient.
+    """
+    return -coef * _log_ratio(old_logprobs.detach(), teacher_logprobs)
+
+
+def distillation_loss(logprobs: Tensor, teacher_logprobs: Tensor, coef: float) -> Tensor:
+    """coef · (log π - log T)² / 2 of each token. Beyond ± MAX_LOG_RATIO it grows linearly, with the
+    gradient of the limit.
+
+    Args:
+        logprobs: [n] float32 of the sampled tokens under the present policy, with gradient.
+        teacher_logprobs: [n] float32, NaN where the teacher said nothing.
+        coef: `--distill-coef`.
+
+    Returns:
+        [n] float32, with gradient.
+    """
+    known = torch.isfinite(teacher_logprobs)
+    # Not `where` on the result alone: the gradient of the NaN would come through it as NaN.
+    ratio = logprobs - torch.where(
+        known, teacher_logprobs.clamp(-MAX_LOGPROB, MAX_LOGPROB), logprobs.detach()
+    )
+    limited = ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return coef * limited * (ratio - limited / 2)
+
+
+def teacher_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """k3 estimate of KL(student ‖ teacher), in nats, summed over the tokens that the teacher
+    scored.
+
+    Args:
+        logprobs: [n] float32 of the sampled tokens under the student.
+        teacher_logprobs: [n] float32, NaN where the teacher said nothing.
+
+    Returns:
+        Scalar float32, without gradient. Divide it by the number of tokens that were scored.
+    """
+    return k3(-_log_ratio(logprobs.detach(), teacher_logprobs)).sum()
+
+
+def untaught_share(taught: int, tokens: int) -> float:
+    """The share of a batch's trained tokens for which no teacher's logprob came along.
+
+    Args:
+        taught: trained tokens that have one, of the whole batch.
+        tokens: trained tokens of the whole batch.
+
+    Raises:
+        BatchError: not one of them has one.
+    """
+    if tokens > 0 and taught == 0:
+        raise BatchError(
+            f"--distill-coef is above 0, but none of the {tokens} trained tokens of this batch has a teacher's logprob "
+            "(distill_logprobs): start the environments with --env.teacher_url, or leave --distill-coef out"
+        )
+    return 1.0 - taught / max(tokens, 1)
+
+
+def _log_ratio(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """log π - log T within ± MAX_LOG_RATIO, 0 where either is unknown."""
+    return torch.nan_to_num(logprobs - teacher_logprobs, nan=0.0).clamp(
+        -MAX_LOG_RATIO, MAX_LOG_RATIO
+    )
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from example_trainer.api_keys import SECRETS
 from example_trainer.command_line import checked_config, read_config, with_underscores
-from example_trainer.config import TrainerConfig
+from example_trainer.config import Section, TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.options.section import Section
 
 DRIVER_SETS = {
     "vllm_host": "orchestration.generators",

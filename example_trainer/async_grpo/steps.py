@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from example_trainer.observe.step_line import read_step_line
+from example_trainer.observe.metrics import read_step_line
 
 logger = logging.getLogger(__name__)
 

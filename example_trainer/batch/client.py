@@ -8,19 +8,226 @@ fetched before.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from atroposlib.service_client import BlockingServiceClient, RejectedByService
 from atroposlib.utils.waiting import LOG_EVERY
-from example_trainer.batch.registration import Registration
-from example_trainer.batch.service import RefusedError, ServiceConnection
+from atroposlib.wire import MAX_SESSIONS, TrainerSession
+from example_trainer.config import TrainerConfig
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
+
+# A trainer's registration with the rollout service.
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What the trainer tells the service, and through it the environments.
+
+    Attributes:
+        batch_size: sequences in each batch.
+        max_token_len: longest sequence in tokens.
+        save_checkpoint_interval: steps between checkpoints, 0 for none but the last.
+        starting_step, num_steps: optimizer steps done and to be done in all.
+        max_staleness: oldest data wanted, in weight versions; None for any.
+        model: what is trained; with checkpoint_dir it keeps one run's rollouts from another's
+            trainer.
+        weight_epoch: of the weights that this trainer makes; see ages.
+        run: names the run over all its resumes; None for one without a name.
+        lives: [weight epoch, starting step] of each trainer of the run, this one last.
+        positions: of the last batch that the weights have learned from, {} before the first; None
+            if that is not known.
+        replay: policy, max_reuse and seed, by which the service uses groups; None for each once,
+            oldest first.
+        ref_logprobs_from_workers: groups that come without ref_logprobs wait for reference workers.
+        reference: what those are to compute; see training.reference.
+        log_dir: where the trainer writes its figures, for the service's page.
+        inference_servers: addresses of the vLLM servers that it was started with, likewise.
+    """
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    max_staleness: int | None = None
+    model: str | None = None
+    weight_epoch: int = 0
+    run: str | None = None
+    lives: list[list[int]] | None = None
+    positions: dict[str, int] | None = None
+    replay: dict[str, Any] | None = None
+    ref_logprobs_from_workers: bool = False
+    reference: dict[str, str | float | bool] | None = None
+    log_dir: str | None = None
+    inference_servers: list[str] | None = None
+
+
+def addresses_of_servers(config: TrainerConfig) -> list[str] | None:
+    """The vLLM servers that get this trainer's weights, for the service's page; None if the options
+    name none.
+    """
+    if config.weight_bridge_mode not in ("shared_vllm", "lora_only") and not config.starts_vllm:
+        return None
+    return [f"http://{host}:{port}" for host, port in config.vllm_addresses]
+
+
+def registration(
+    config: TrainerConfig,
+    starting_step: int,
+    lives: Sequence[TrainerSession] = (),
+    positions: dict[str, int] | None = None,
+    reference: dict[str, str | float | bool] | None = None,
+    run: str | None = None,
+) -> Registration:
+    """Return the registration of a trainer.
+
+    Args:
+        starting_step: optimizer steps behind its weights.
+        lives: the trainers of its run, itself last; see ages.
+        positions: where its data goes on.
+        reference: for reference workers to compute; None without them.
+        run: the run's name; None if it has none.
+    """
+    project, group = config.wandb_names
+    return Registration(
+        wandb_group=group,
+        wandb_project=project,
+        batch_size=config.sequences_per_step,
+        max_token_len=config.seq_len,
+        checkpoint_dir=str(config.save_path.resolve()),
+        save_checkpoint_interval=config.checkpoint_interval,
+        starting_step=starting_step,
+        num_steps=config.training_steps,
+        max_staleness=config.oldest_rollouts,
+        model=config.model_name,
+        weight_epoch=lives[-1].epoch if lives else 0,
+        run=run,
+        lives=[[life.epoch, life.start] for life in lives[-MAX_SESSIONS:]] or None,
+        positions=positions,
+        replay={"policy": config.replay, "max_reuse": config.max_reuse, "seed": config.seed}
+        if config.replays
+        else None,
+        ref_logprobs_from_workers=reference is not None,
+        reference=reference,
+        log_dir=str(config.log_dir.resolve()),
+        inference_servers=addresses_of_servers(config),
+    )
+
+
+# The trainer's connection to the rollout service, whose waits a signal ends.
+
+_LOOK_SECONDS = 0.25
+"""Longest time until an interruption is noticed."""
+_LAST_WORD_SECONDS = 10.0
+"""Longest wait for an absent service after a signal, for a call that a signal must not prevent."""
+
+
+class Interrupted(Exception):
+    """`interrupt` was called during a wait that it may end."""
+
+
+class RefusedError(RejectedByService, RolloutServiceError):
+    """The service answered with a 4xx status."""
+
+
+class ServiceConnection(BlockingServiceClient):
+    """Calls to one rollout service.
+
+    Args:
+        stop: heeded while the service is away.
+        service_timeout: seconds that it may be away at a time.
+        caller: program that is refused if the key is wrong.
+    """
+
+    key_remedy = "give --atropos-api-key, or set ROLLOUT_API_KEY"
+    start_remedy = (
+        "start it with `python -m atroposlib.cli.run_api`, or raise the limit (--service-timeout)"
+    )
+    unavailable = failure = RolloutServiceError
+    rejected = RefusedError
+
+    def __init__(
+        self,
+        url: str,
+        stop: StopSignal,
+        api_key: str | None = None,
+        service_timeout: float = 300.0,
+        caller: str = "trainer",
+    ) -> None:
+        super().__init__(url, service_timeout, api_key)
+        self.stop, self.caller = stop, caller
+        self._interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        """From now on, end what is interruptible with Interrupted, in whatever thread it waits."""
+        self._interrupted.set()
+
+    def wait(self, seconds: float, interruptible: bool) -> None:
+        """Wait, but no longer than until a signal comes, or an interruption if it may end this
+        wait.
+        """
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if interruptible and self._interrupted.is_set():
+                raise Interrupted
+            self.stop.wait(min(left, _LOOK_SECONDS))
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        query: dict[str, int] | None = None,
+        timeout: float = math.inf,
+        interruptible: bool = False,
+    ) -> dict[str, Any]:
+        """See `request`. A signal ends the wait.
+
+        Args:
+            interruptible: `interrupt` ends the wait for the service.
+
+        Raises:
+            RolloutServiceError: it is away for too long, or answers something else than a JSON
+                object.
+            RefusedError: it answers that the request is wrong.
+            StopRequested: a signal came.
+        """
+        wait = functools.partial(self.wait, interruptible=interruptible)
+        return self.request(method, path, body, query, timeout, wait, self.stop.check)
+
+    def last_call(
+        self, path: str, body: dict[str, Any], timeout: float = math.inf
+    ) -> dict[str, Any]:
+        """POST what a signal must not keep from being sent: it shortens the wait for a service that
+        is away.
+
+        Raises:
+            StopRequested: a signal came, and the service is away.
+        """
+        began = time.monotonic()
+
+        def wait(seconds: float) -> None:
+            try:
+                self.wait(seconds, interruptible=False)
+            except StopRequested:
+                if time.monotonic() - began > _LAST_WORD_SECONDS:
+                    raise
+                time.sleep(seconds)
+
+        return self.request("POST", path, body, timeout=timeout, pause=wait)
+
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,70 @@ import numpy.typing as npt
 from atroposlib.wire import TrainerSession
 from example_trainer.algorithm.advantages import Advantages, find_advantages
 from example_trainer.batch import fields
-from example_trainer.batch.ages import age
-from example_trainer.batch.group_error import GroupError
-from example_trainer.batch.lengths import LENGTH, LengthRules
-from example_trainer.batch.sampling import Sampling, SamplingRules, sampling_of
-from example_trainer.batch.teacher_logprobs import teacher_logprobs
-from example_trainer.batch.token_fields import TOKEN_FIELDS
-from example_trainer.batch.version_spans import versions_of
+from example_trainer.batch.fields import (
+    TOKEN_FIELDS,
+    GroupError,
+    Sampling,
+    SamplingRules,
+    age,
+    sampling_of,
+    teacher_logprobs,
+    versions_of,
+)
+
+# What is made of answers that ran into their limit, and of sequences that are too long for the
+# trainer. Pure.
+#
+# Source: the soft overlong punishment is DAPO's (Yu et al., arXiv:2503.14476, equation 13).
+
+LENGTH = "length"
+"""The finish reason of an answer that ran into its limit."""
+
+
+@dataclass(frozen=True)
+class LengthRules:
+    """The options about lengths.
+
+    Attributes:
+        truncated_answers: answers that ran into their limit are trained on, or masked: not trained
+            on, and in the baseline of the others; or every answer is penalised for coming near its
+            limit, see `penalty`.
+        buffer: tokens before the limit over which the penalty grows; all of them where the limit is
+            less.
+        most: the penalty at the limit.
+        too_long: sequences longer than the trainer's limit are masked, or dropped as if they had
+            never been there.
+    """
+
+    truncated_answers: Literal["train", "mask", "penalise"] = "train"
+    buffer: int = 128
+    most: float = 1.0
+    too_long: Literal["mask", "drop"] = "mask"
+
+    @property
+    def penalises(self) -> bool:
+        """Whether scores fall with the length of answers."""
+        return self.truncated_answers == "penalise"
+
+    def penalty(self, tokens: int, limit: int) -> float:
+        """What is added to the score of an answer, 0 or less.
+
+            0                                          tokens ≤ limit - buffer
+            most · ((limit - buffer) - tokens) / buffer      up to the limit
+            -most                                      beyond it
+
+        A buffer above the limit, which the paper has no equation for, counts as the limit: with it
+        the shortest answer would be penalised already.
+
+        Args:
+            tokens: of the answer.
+            limit: that it was sampled with.
+        """
+        if not self.penalises:
+            return 0.0
+        buffer = max(1, min(self.buffer, limit))
+        return self.most * max(-1.0, min(0.0, (limit - buffer - tokens) / buffer))
+
 
 NOT_TRAINED = -100
 

@@ -16,9 +16,10 @@ not decide, content does.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +27,302 @@ import torch
 from torch import Tensor
 
 from example_trainer.algorithm.advantages import Normalisation, token_weights
-from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.fields import TOKEN_FIELDS
 from example_trainer.batch.groups import Batch, TrainedSequence
-from example_trainer.batch.minibatches import divide
-from example_trainer.batch.prefixes import PrefixTree, prefix_tree, reading_order, separate
-from example_trainer.batch.token_fields import TOKEN_FIELDS
-from example_trainer.models.packing import NO_PARENT
+from example_trainer.models.packing import NO_PARENT, Packing
+
+# A batch as bins: packed tokens with everything that the loss needs, each of one forward and
+# backward pass on one rank.
+
+_HOST = ("lengths", "parents", "counts", "orders", "unreferenced", "reference_pass")
+"""Fields that are read on the host."""
+
+
+@dataclass(frozen=True)
+class PackedBin:
+    """Spans of one forward pass. n counts the trained tokens of all its sequences, in the order of
+    the sequences and, in each, of the tokens.
+
+    Attributes:
+        tokens: [tokens] int64, span after span.
+        lengths, parents: [spans] int64, see Packing.
+        sources: [n] int64, which row of the decoder's output predicts each trained token.
+        targets: [n] int64, the trained tokens.
+        fields: [n] each, by their names in TOKEN_FIELDS; `bin[name]` is one of them.
+        weights: [n] float32.
+        positions: [n] int64, each one's place among the tokens of its rollout.
+        counts: [sequences] int64, how many of the n belong to each sequence; none has 0.
+        orders: [sequences, 2] int64, each sequence's place in the batch: group, and number within
+            the group.
+        unreferenced: [sequences] int64, of how many of its trained tokens the reference's logprob
+            did not come along.
+        reference_pass: [1] int64, not 0 if there are any of those in the bins that the ranks work
+            on at the same time.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    parents: Tensor
+    sources: Tensor
+    targets: Tensor
+    fields: Mapping[str, Tensor]
+    weights: Tensor
+    positions: Tensor
+    counts: Tensor
+    orders: Tensor
+    unreferenced: Tensor
+    reference_pass: Tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor by name."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        del own["fields"]
+        return own | dict(self.fields)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> PackedBin:
+        """Make a bin of what `tensors` returned."""
+        own = {name: tensor for name, tensor in tensors.items() if name not in TOKEN_FIELDS}
+        return cls(**own, fields={name: tensors[name] for name in TOKEN_FIELDS})
+
+    def of_targets(self) -> dict[str, Tensor]:
+        """The fields that have a number for each trained token."""
+        return {
+            name: tensor
+            for name, tensor in self.tensors().items()
+            if name not in (*_HOST, "tokens", "sources")
+        }
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PackedBin:
+        """The same on another device, but for what says where spans and sequences lie, which is
+        read on the host.
+        """
+        moved = {
+            name: t if name in _HOST else t.to(device, non_blocking=non_blocking)
+            for name, t in self.tensors().items()
+        }
+        return PackedBin.of(moved)
+
+    def handed_to(self, device: torch.device) -> PackedBin:
+        """As `to`, from pinned memory, so that the copy is not waited for; the allocator keeps that
+        memory until it is done.
+        """
+        if device.type != "cuda":
+            return self.to(device)
+        pinned = PackedBin.of({name: t.pin_memory() for name, t in self.tensors().items()})
+        return pinned.to(device, non_blocking=True)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to train on: a bin for a rank that must take part in a pass
+        without work of its own.
+        """
+        return len(self.targets) == 0
+
+    def packing(self) -> Packing:
+        """Where its spans are, on the device of its tokens; the same object each time, which keeps
+        what it has worked out.
+        """
+        return self._packing
+
+    def sequences(self) -> Packing | None:
+        """The trained tokens as spans, one for each sequence; None for an empty bin.
+
+        The same object each time.
+        """
+        return self._sequences
+
+    @cached_property
+    def _packing(self) -> Packing:
+        return Packing(self.lengths.tolist(), self.tokens.device, self.parents.tolist())
+
+    @cached_property
+    def _sequences(self) -> Packing | None:
+        if not len(self.counts):
+            return None
+        return Packing(self.counts.tolist(), self.tokens.device)
+
+    def device_tensors(self) -> list[Tensor]:
+        """All that a pass reads on the device of the tokens, what the packings work out for it
+        included.
+        """
+        packings = [self.packing(), self.sequences()]
+        worked_out = [
+            tensor
+            for packing in packings
+            if packing is not None
+            for tensor in packing.index_tensors()
+        ]
+        return [
+            t for t in [*self.tensors().values(), *worked_out] if t.device == self.tokens.device
+        ]
+
+
+# What rollouts have in common at their beginning, as a tree of spans of which each is forwarded
+# once. Pure.
+#
+# Rollouts of a group begin with the same prompt, and those of several turns may part later than that:
+#
+#     prompt ─┬─ answer 1
+#             └─ turn 1 ─┬─ answer 2          four spans in place of three sequences
+#                        └─ answer 3
+#
+# A span is split off for those that share it only if it spares them at least LEAST_SAVING tokens
+# each: every further span is one more run of keys that attention has to gather, and one more ragged
+# end among its tiles, for all that continue it.
+
+LEAST_SAVING = 16
+
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens from `begin` to `end` of a sequence, and of all that share them.
+
+    Attributes:
+        sequence: number of one that holds them.
+        begin, end: positions in it.
+        parent: number of the span that ends at `begin`, NO_PARENT for a first one.
+    """
+
+    sequence: int
+    begin: int
+    end: int
+    parent: int
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """Sequences as spans. A sequence is the span that it ends in, with all that this one continues.
+
+    Attributes:
+        spans: each behind its parent.
+        ends: for each sequence, the span that it ends with.
+    """
+
+    spans: tuple[Span, ...]
+    ends: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to forward."""
+        return sum(span.end - span.begin for span in self.spans)
+
+    @property
+    def keys(self) -> int:
+        """Keys that the spans see, each its own and those of all that it continues."""
+        return sum(span.end for span in self.spans)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and one that it attends to."""
+        lengths = ((span.begin, span.end - span.begin) for span in self.spans)
+        return sum(length * begin + length * (length + 1) // 2 for begin, length in lengths)
+
+
+def reading_order(tokens: Tokens) -> bytes:
+    """Sorts sequences like words in a dictionary, so that what begins alike stands together."""
+    return tokens.astype(">u4").tobytes()
+
+
+def separate(rows: Sequence[Tokens]) -> PrefixTree:
+    """Each sequence as a span of its own."""
+    return PrefixTree(
+        tuple(Span(i, 0, len(row), NO_PARENT) for i, row in enumerate(rows)),
+        tuple(range(len(rows))),
+    )
+
+
+def prefix_tree(rows: Sequence[Tokens]) -> PrefixTree:
+    """Find what sequences have in common.
+
+    Args:
+        rows: [length] each, of at least one token, sorted by `reading_order`.
+    """
+    common = [_common(one, two) for one, two in pairwise(rows)]
+    spans: list[Span] = []
+    ends = [NO_PARENT] * len(rows)
+    # Sequences first to last - 1 have their first `depth` tokens in `parent` and what it continues.
+    # A stack and no recursion: a tree may be as deep as the group is large.
+    todo = [(0, len(rows), 0, NO_PARENT)]
+    while todo:
+        first, last, depth, parent = todo.pop()
+        sharers = last - first
+        end = min(common[first : last - 1], default=len(rows[first]))
+        if sharers == 1 or (end - depth) * (sharers - 1) >= LEAST_SAVING * sharers:
+            if end > depth:
+                spans.append(Span(first, depth, end, parent))
+                depth, parent = end, len(spans) - 1
+            while (
+                first < last and len(rows[first]) == depth
+            ):  # in reading order, what ends here comes first
+                ends[first] = parent
+                first += 1
+        cuts = [first, *(i + 1 for i in range(first, last - 1) if common[i] <= end), last]
+        todo += [(a, b, depth, parent) for a, b in reversed(list(pairwise(cuts))) if a < b]
+    return PrefixTree(tuple(spans), tuple(ends))
+
+
+def _common(one: Tokens, two: Tokens) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    shorter = min(len(one), len(two))
+    different = np.flatnonzero(one[:shorter] != two[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+# Which rollouts of a batch are learned from together, in one optimizer update.
+#
+# Pure: no I/O, no state.
+
+
+def divide(rollouts: Sequence[tuple[int, bytes]], count: int) -> list[list[int]]:
+    """Divide a batch into minibatches of about as many rollouts each.
+
+    Groups stay together where there are as many of them as minibatches: their members have their
+    advantages from each other. Where there are fewer, each minibatch has rollouts that stand next
+    to each other, group by group. The same rollouts come into the same minibatch in whatever order
+    they arrived: content decides.
+
+    Args:
+        rollouts: group and digest of the content of each.
+        count: of minibatches. With fewer rollouts there are as many minibatches as rollouts: none
+            is empty.
+
+    Returns:
+        For each minibatch the numbers of its rollouts, ascending.
+    """
+    count = min(count, len(rollouts))
+    if count <= 1:
+        return [list(range(len(rollouts)))]
+    members: dict[int, list[int]] = {}
+    for number, (name, _) in enumerate(rollouts):
+        members.setdefault(name, []).append(number)
+    # What is alike in all of its content may change places. The number comes last, and settles only
+    # that.
+    groups = [
+        sorted(group, key=lambda number: (rollouts[number][1], number))
+        for group in members.values()
+    ]
+    groups.sort(
+        key=lambda group: (
+            -len(group),
+            hashlib.sha256(b"".join(rollouts[number][1] for number in group)).digest(),
+            group,
+        )
+    )
+    if len(groups) < count:
+        row = [number for group in groups for number in group]
+        bounds = [len(row) * part // count for part in range(count + 1)]
+        return [sorted(row[begin:end]) for begin, end in pairwise(bounds)]
+    found: list[list[int]] = [[] for _ in range(count)]
+    for group in groups:  # the largest first, to where there are fewest
+        min(found, key=len).extend(group)
+    return [sorted(numbers) for numbers in found]
+
 
 PAIRS_PER_TOKEN = 1 << 14
 """Pairs of attention that cost as much as all the rest that is done for a token. A layer spends 2
@@ -382,3 +673,87 @@ def _packed(units: Sequence[_Unit]) -> PackedBin:
 
 def _joined(parts: Sequence[npt.NDArray[np.int64] | npt.NDArray[np.float32]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
+
+
+# Bins of some of a bin's sequences: for a pass over those alone of which something is not known
+# yet.
+
+
+def completed_reference(bin: PackedBin, compute: Callable[[PackedBin], Tensor]) -> Tensor:
+    """The reference's logprobs of a bin's trained tokens: those that came along, and computed ones
+    where they are missing.
+
+    Of a sequence with a single one missing all are forwarded. If none came along, `compute` is
+    given the bin itself.
+
+    Args:
+        compute: [n] float32 logprobs of the trained tokens of a bin. Collective where the reference
+            is spread over ranks: each has as many bins, and all of them agree by `reference_pass`
+            of which a pass is made.
+
+    Returns:
+        [n] float32 on the bin's device.
+    """
+    sent = bin["reference_logprobs"]
+    if not bin.reference_pass.any():
+        return sent
+    chosen = bin.unreferenced.nonzero().flatten().tolist()
+    if len(chosen) == len(bin.counts):
+        return torch.where(sent.isnan(), compute(bin), sent)
+    part, rows = part_of(bin, chosen)
+    completed = sent.clone()
+    completed[rows] = torch.where(sent[rows].isnan(), compute(part), sent[rows])
+    return completed
+
+
+def part_of(bin: PackedBin, sequences: Sequence[int]) -> tuple[PackedBin, Tensor]:
+    """Some of a bin's sequences as a bin of their own: the spans that they are in, and those that
+    these continue.
+
+    Args:
+        sequences: their numbers in the bin, ascending. Without any it is the bin of a rank without
+            work.
+
+    Returns:
+        The bin, and [n] int64 on its device: the places of its trained tokens among those of the
+        whole one.
+    """
+    device = bin.tokens.device
+    if not sequences:
+        return empty_bin().to(device), torch.zeros(0, dtype=torch.int64, device=device)
+    ends = bin.counts.cumsum(0).tolist()
+    rows = torch.cat([torch.arange(ends[i] - int(bin.counts[i]), ends[i]) for i in sequences])
+    sources = bin.sources.cpu()[rows]
+    begins = torch.tensor(bin.packing().begins)
+    spans = torch.searchsorted(begins, sources, right=True) - 1
+    kept = _with_parents(spans.tolist(), bin.parents.tolist())
+    places = torch.full((len(bin.lengths),), NO_PARENT)
+    places[kept] = torch.arange(len(kept))
+    new_begins = torch.cat((torch.zeros(1, dtype=torch.int64), bin.lengths[kept].cumsum(0)))
+    tokens = torch.cat(
+        [torch.arange(begin, end) for begin, end in map(bin.packing().spans().__getitem__, kept)]
+    )
+    parents = bin.parents[kept]
+    on_device, of_sequences = rows.to(device), torch.tensor(sequences)
+    taken = {name: tensor[on_device] for name, tensor in bin.of_targets().items()}
+    whole = replace(
+        bin,
+        tokens=bin.tokens[tokens.to(device)],
+        lengths=bin.lengths[kept],
+        parents=torch.where(parents == NO_PARENT, parents, places[parents]),
+        sources=(sources - begins[spans] + new_begins[places[spans]]).to(device),
+        counts=bin.counts[of_sequences],
+        orders=bin.orders[of_sequences],
+        unreferenced=bin.unreferenced[of_sequences],
+    )
+    return PackedBin.of(whole.tensors() | taken), on_device
+
+
+def _with_parents(spans: Iterable[int], parents: Sequence[int]) -> list[int]:
+    """The spans with all that they continue, ascending."""
+    kept: set[int] = set()
+    for span in set(spans):
+        while span != NO_PARENT and span not in kept:
+            kept.add(span)
+            span = parents[span]
+    return sorted(kept)

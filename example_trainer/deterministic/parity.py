@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from example_trainer.algorithm.divergence import k3
-from example_trainer.batch.bins import PackedBin
-from example_trainer.batch.token_fields import UNKNOWN_VERSION
+from example_trainer.algorithm.losses import k3
+from example_trainer.batch.fields import UNKNOWN_VERSION
+from example_trainer.batch.packing import PackedBin
 from example_trainer.errors import TrainerError
 from vllm_patching.batch_invariant.provenance import provenance_difference
 from vllm_patching.protocol.checksum import weights_checksum

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
+import re
 import sys
 import threading
 from dataclasses import dataclass
@@ -17,16 +19,190 @@ from atroposlib.utils.files import KeptLines, cannot_write, write_whole
 from atroposlib.utils.metrics import offline_mode
 from example_trainer.api_keys import without_secrets
 from example_trainer.batch.evaluations import Evaluation
+from example_trainer.batch.reader import safe_name
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.observe.evaluations import EvaluationFile, move_aside, scalars
 from example_trainer.observe.exporter import MetricsServer
-from example_trainer.observe.step_line import Row
+
+# Where the results of evaluations go: evaluations.jsonl, a line in the log, scalars for
+# dashboards.
+
+logger = logging.getLogger(__name__)
+
+_OWN = "eval/"
+"""What names of metrics begin with in many environments, and all names on dashboards do here."""
+
+
+class EvaluationFile:
+    """A line of JSON for each evaluation, in the file when `write` returns, unless the disk is
+    full: then it waits in memory.
+
+    Args:
+        path: the file. A new run moves that of an earlier one aside, as it does with metrics.jsonl.
+        continued: whether the run is resumed. What is in the file then stays, later steps than the
+            one resumed from too: the weights that were measured there were those, even if they have
+            been learned anew. Lines that cannot be read stay, with a warning; half a line at the
+            end, as of a trainer that was killed, is cut off.
+    """
+
+    def __init__(self, path: Path, continued: bool) -> None:
+        self.seen: list[tuple[int, float]] = []
+        """Keys of the evaluations that are in the file already, in their order."""
+        if path.exists() and not continued:
+            move_aside(path)
+        elif path.exists():
+            self._continue(path)
+        self._file = KeptLines(path)
+
+    def _continue(self, path: Path) -> None:
+        *lines, half = path.read_bytes().split(b"\n")
+        unreadable = []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                self.seen.append((int(row["id"]), float(row["time"])))
+            except (ValueError, KeyError, TypeError, OverflowError):
+                unreadable.append(number)
+        if unreadable:
+            logger.warning(
+                "%d lines of %s are no evaluations, the first is line %d; they stay, and are passed over",
+                len(unreadable), path, unreadable[0],
+            )  # fmt: skip
+        if half:
+            os.truncate(
+                path, path.stat().st_size - len(half)
+            )  # in place: there is no moment without what is whole
+
+    def write(self, step: int, evaluation: Evaluation) -> None:
+        """Add one. `step` is that of the trainer when it learned of it."""
+        self._file.write(json.dumps(vars(evaluation) | {"step": step}).encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def evaluation_line(evaluation: Evaluation) -> str:
+    """One line for people: `Evaluation gsm8k_0 at version 12: eval/percent_correct 0.412 …`."""
+    version = "?" if evaluation.weight_version is None else evaluation.weight_version
+    numbers = "  ".join(f"{name} {value:.4g}" for name, value in sorted(evaluation.metrics.items()))
+    return " ".join(
+        f"Evaluation {evaluation.name} at version {version}: {numbers or 'no numbers'}".splitlines()
+    )
+
+
+def scalars(evaluation: Evaluation) -> tuple[str, dict[str, float]]:
+    """What the axis of its weight version is called, and its numbers, by names for dashboards:
+    `eval/<name>/<metric>`.
+    """
+    prefix = f"{_OWN}{safe_name(evaluation.name)}/"
+    return f"{prefix}weight_version", {
+        prefix + name.removeprefix(_OWN): value for name, value in evaluation.metrics.items()
+    }
+
+
+def move_aside(path: Path) -> Path:
+    """Rename an earlier run's `name.jsonl` to the first free `name.<number>.jsonl`."""
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return path.rename(aside)
+
+
+# The trainer's log line of one optimizer step, written and read. Pure: no I/O, no state.
+
+Row = dict[str, Any]
+"""Numbers, text, or None where a figure is not known."""
+
+_NUMBER = r"(?:-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|-?inf|nan)"
+_LINE = re.compile(
+    rf"(?<!\S)Step (?P<step>\d+)/(?P<steps>\d+)  reward (?P<reward>{_NUMBER})(?:  success (?P<success>{_NUMBER}))?  loss .*?"
+    rf"  (?P<rate>{_NUMBER}) tok/s  queue \d+  age (?P<age>\?|{_NUMBER} \(max \d+\))"
+)
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Figures of one step that are worth a short line.
+
+    Attributes:
+        step, steps: optimizer steps done and to be done.
+        reward: mean score of the step's sequences.
+        success: share of solved items, from 0 to 1; None if the environments do not say.
+        rate: trained tokens per second.
+        age: weight versions since the sequences were sampled, as text: mean and maximum, or `?` if
+            unknown.
+    """
+
+    step: int
+    steps: int
+    reward: float
+    success: float | None
+    rate: float
+    age: str
+
+    def __str__(self) -> str:
+        success = "" if self.success is None else f"  success {100 * self.success:.1f} %"
+        return f"step {self.step}/{self.steps}  reward {self.reward:.3f}{success}  {self.rate:.0f} tok/s  staleness {self.age}"
+
+
+def read_step_line(line: str) -> StepFigures | None:
+    """Read a line of the trainer's log; None if it is not the line of a step."""
+    found = _LINE.search(line)
+    if found is None:
+        return None
+    success = found["success"]
+    return StepFigures(
+        int(found["step"]),
+        int(found["steps"]),
+        float(found["reward"]),
+        None if success is None else float(success),
+        float(found["rate"]),
+        found["age"],
+    )
+
+
+def step_line(step: int, steps: int, row: Row) -> str:
+    """Write the figures of a step as one line for people: `Step 1/100  reward 0.500 …`."""
+    age = (
+        "age ?" if row["age_mean"] is None else f"age {row['age_mean']:.1f} (max {row['age_max']})"
+    )
+    if row.get("uses_mean") is not None:
+        age += f"  used before {row['uses_mean']:.2f}"
+    success = "" if row.get("success_rate") is None else f"  success {row['success_rate']:.3f}"
+    parity = older = ""
+    if "mismatched_tokens" in row:
+        parity = f"  mismatched {row['mismatched_tokens']}/{row['compared_tokens']}  weights {row['weights_sha']}"
+        older = (
+            f"  kl of present weights {row['parity_kl']:.5f}"
+            f"  older {row['older_tokens']}  kl of older {row['older_kl']:.5f}"
+        )
+    turn = f"  turn {row['turn/seconds']:.2f} s" if "turn/seconds" in row else ""
+    perplexities = (
+        f"{_known(row, 'perplexity_rollout', '.4g')}/{_known(row, 'perplexity_trainer', '.4g')}"
+    )
+    return (
+        f"Step {step}/{steps}  reward {row['reward_mean']:.3f}{success}  loss {row['loss']:.4f}  "
+        f"kl {_known(row, 'kl', '.5f')}  "
+        f"entropy {row['entropy']:.3f}  clipped {row['clip_fraction']:.3f}  grad norm {row['grad_norm']:.3f}  "
+        f"length {row['response_length_mean']:.1f}  {row['tokens_per_second']:.0f} tok/s  queue {row['queue_size']}  {age}  "
+        f"wait {row['seconds_wait']:.2f} s  train {row['seconds_train']:.2f} s  sync {row['seconds_sync']:.2f} s"
+        f"{turn}{parity}  "
+        f"forwarded {row['forwarded_tokens_per_second']:.0f} tok/s  packed {row['packing_ratio']:.2f}  "
+        f"mfu {_known(row, 'mfu', '.3f')}  "
+        f"waiting {100 * row['waiting_share']:.0f} %  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB{older}  "
+        f"ratio p99 {_known(row, 'ratio_p99', '.3f')}  ess {_known(row, 'ess', '.3f')}  "
+        f"mismatch kl {_known(row, 'mismatch_kl', '.1e')}  ppl {perplexities}"
+    )
+
+
+def _known(row: Row, name: str, form: str) -> str:
+    return "?" if row[name] is None else format(row[name], form)
+
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-logger = logging.getLogger(__name__)
 
 _WAITING_ROWS = 1000
 _CLOSE_SECONDS = 30.0

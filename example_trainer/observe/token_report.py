@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.packing import PackedBin
 
 MOST_TOKENS = 32_768
 """Of a report: half a MiB of JSON, which every service takes as an acknowledgement."""

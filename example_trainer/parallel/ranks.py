@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from example_trainer.errors import RankError, TrainerError
-from example_trainer.parallel.environment import (
+from example_trainer.parallel.launch import (
     meeting_host,
     meeting_place,
     meeting_store,

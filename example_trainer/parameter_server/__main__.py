@@ -17,8 +17,7 @@ if __name__ == "__main__":
     end_with_launcher()  # before the imports below, which take seconds
 
 from example_trainer.command_line import parse_section
-from example_trainer.parallel.environment import is_launched
-from example_trainer.parallel.launch import launch
+from example_trainer.parallel.launch import is_launched, launch
 from example_trainer.parameter_server.options import ParameterServerOptions
 from example_trainer.parameter_server.serving import serve
 from example_trainer.process import StopSignal, run

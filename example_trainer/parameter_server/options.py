@@ -11,8 +11,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from atroposlib.web.addresses import HttpAddress, ListeningHost
 from example_trainer.api_keys import from_variable, revealed
-from example_trainer.options.bridge import checked_addresses
-from example_trainer.options.section import Section, split_commas
+from example_trainer.config import Section, checked_addresses, split_commas
 
 
 class ParameterServerOptions(Section):

@@ -23,8 +23,8 @@ from example_trainer.parameter_server.options import ParameterServerOptions
 from example_trainer.parameter_server.receiving import ReceivingServer
 from example_trainer.parameter_server.shards import Shards
 from example_trainer.process import StopSignal
-from example_trainer.training.device_and_dtype import choose_device
-from example_trainer.training.host_memory import free_host_memory
+from example_trainer.training.model import choose_device
+from example_trainer.training.optimizer import free_host_memory
 from example_trainer.weight_bridge.stream import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest, flat_layout
 from vllm_patching.server.access import Door

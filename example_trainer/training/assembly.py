@@ -12,31 +12,32 @@ import torch
 
 from example_trainer.algorithm.objective import Objective
 from example_trainer.api_keys import revealed
-from example_trainer.batch.client import RolloutClient
+from example_trainer.batch.client import RolloutClient, registration
 from example_trainer.batch.evaluations import EvaluationFeed
 from example_trainer.batch.prefetch import Batches, make_batches
-from example_trainer.batch.registration import registration
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import make_parity, pin_settings, require_pairing
 from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
 from example_trainer.observe.exporter import serve_metrics
 from example_trainer.observe.metrics import MetricsLog, make_metrics
-from example_trainer.observe.perf import Speed, make_speed
-from example_trainer.observe.profiling import StepProfiler, memory_history
+from example_trainer.observe.perf import Speed, StepProfiler, make_speed, memory_history
 from example_trainer.observe.token_report import TokenReport
 from example_trainer.parallel.ranks import Ranks, agreed_stop, join_ranks
 from example_trainer.process import StopSignal
-from example_trainer.training.adapter_checkpoints import checkpoint_prefix, make_checkpoints
-from example_trainer.training.checkpoints import load_state
-from example_trainer.training.device_and_dtype import choose_device, choose_dtype
+from example_trainer.training.checkpoints import checkpoint_prefix, load_state, make_checkpoints
 from example_trainer.training.memory_choice import choose_memory
-from example_trainer.training.model import decoder_maker, make_model, make_reference
+from example_trainer.training.model import (
+    choose_device,
+    choose_dtype,
+    decoder_maker,
+    make_model,
+    make_reference,
+)
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.quantised import quantisation
 from example_trainer.training.rank_plan import refuse_ranks
 from example_trainer.training.reference import ReferenceSettings
-from example_trainer.training.resume import Start, agreed_start
-from example_trainer.training.runs import SavedStep, mark_run
+from example_trainer.training.runs import SavedStep, Start, agreed_start, mark_run
 from example_trainer.training.step import make_objective
 from example_trainer.training.trainer import Trainer
 from example_trainer.weight_bridge.base import WeightBridge

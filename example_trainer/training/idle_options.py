@@ -7,10 +7,9 @@ up. But nobody should take them for what the run does.
 
 from __future__ import annotations
 
-from example_trainer.algorithm.functions import is_import
+from example_trainer.algorithm.advantages import is_import
 from example_trainer.algorithm.objective import Objective
-from example_trainer.config import TrainerConfig
-from example_trainer.options.section import flag_of
+from example_trainer.config import TrainerConfig, flag_of
 
 _BOUNDS = ("clip_eps", "clip_eps_high", "dual_clip")
 

@@ -2,21 +2,164 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
+from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder, load_model
+from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
 from example_trainer.models.lora.layers import BaseModel, attach_adapters
 from example_trainer.models.lora.peft_format import check_same_adapter
+from example_trainer.out_of_memory import ran_out_of_memory
+from example_trainer.parallel.launch import place_of
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.parallel.tensor import split_decoder
 from vllm_patching.weights.families import Geometry
+
+# Which device a trainer runs on, and the dtype of its model's parameters.
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceOptions(Protocol):
+    """What says which device is used; TrainerConfig has it."""
+
+    @property
+    def device(self) -> str:
+        """auto, cpu, cuda or cuda:N."""
+
+    @property
+    def num_threads(self) -> int | None:
+        """Torch's CPU threads."""
+
+
+def choose_device(config: DeviceOptions) -> torch.device:
+    """The device to train on; also sets the number of torch's CPU threads.
+
+    Raises:
+        ConfigError: there is no such device here, or it cannot be used.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    place = place_of(os.environ)
+    if place is not None and name.startswith("cuda"):
+        if name != "cuda":
+            raise ConfigError(
+                f"--device {name!r}: each rank has a GPU of its own; give cuda, or set CUDA_VISIBLE_DEVICES"
+            )
+        name = f"cuda:{place[2]}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--device {name!r} is no device; give auto, cpu, cuda or cuda:N"
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name!r} is not supported; give auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(
+            f"--device {name}: this process sees {count} GPUs; look at CUDA_VISIBLE_DEVICES, or give --device cpu"
+        )
+    if device.type == "cuda":
+        try:
+            torch.cuda.set_device(device.index or 0)  # where libraries compute that are not told
+        except RuntimeError as error:
+            raise ConfigError(f"--device {name} cannot be used: {_what_ails(error)}") from error
+    return device
+
+
+def _what_ails(error: RuntimeError) -> str:
+    if ran_out_of_memory(error):
+        return "other programs have all of its memory; see which (nvidia-smi), and end them or choose another GPU"
+    return f"{str(error).splitlines()[0]}; see whether nvidia-smi finds it well"
+
+
+def choose_dtype(
+    config: TrainerConfig, serving: torch.dtype | None, device: torch.device, converts: bool = False
+) -> torch.dtype:
+    """The dtype of the model's parameters: the server's, if it serves them; bfloat16 (float32 on a
+    CPU) in place of float16.
+
+    Gradients vanish in float16: the part of one token in a large batch is below the smallest
+    number. So a trainer beside a float16 server, or with a float16 checkpoint, computes in another
+    dtype, and logs it.
+
+    Args:
+        serving: of the server's weights; None if the server has none of its own.
+        converts: see WeightBridge; --dtype float32 is then obeyed whatever the server serves.
+
+    Raises:
+        ConfigError: --dtype is float16, or another dtype than the server's where the bridge does
+            not convert.
+    """
+    asked = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    if asked is torch.float16:
+        raise ConfigError(
+            "--dtype float16: gradients of a batch of many tokens are too small for float16, so that training would go in a "
+            "wrong direction; give --dtype bfloat16 or float32 (a vLLM server may serve float16 beside it)"
+        )
+    if serving is torch.float16:
+        return _beside_float16(config, asked, device, converts)
+    if serving is not None:
+        obeys = converts and asked is torch.float32 and not config.deterministic
+        if asked not in (None, serving) and not obeys:
+            raise ConfigError(
+                f"--dtype {config.dtype}, but the vLLM server holds {_name(serving)}; give both the same"
+            )
+        return asked or serving
+    if asked is not None:
+        return asked
+    # bf16 arithmetic on CPUs is slow, and not to be trusted on all of them.
+    stored = (
+        torch.float32
+        if device.type == "cpu"
+        else checkpoint_dtype(find_checkpoint(config.model_name))
+    )
+    if stored is not torch.float16:
+        return stored
+    logger.info(
+        "--model-name %s holds float16 weights: training them in bfloat16 (--dtype)",
+        config.model_name,
+    )
+    return torch.bfloat16
+
+
+def _beside_float16(
+    config: TrainerConfig, asked: torch.dtype | None, device: torch.device, converts: bool
+) -> torch.dtype:
+    if not converts or config.deterministic:
+        needs = "a single copy trains in its memory"
+        instead = ", or train with --use-shared-memory (broadcast), which sends it float16"
+        if config.deterministic:
+            needs, instead = "--deterministic compares the bits of both", ""
+        raise ConfigError(
+            f"the vLLM server holds float16 weights, in which gradients vanish, and {needs}: start the server with "
+            f"--dtype bfloat16{instead}"
+        )
+    dtype = asked or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    logger.info(
+        "The vLLM server holds float16 weights: training in %s, and rounding what it gets",
+        _name(dtype),
+    )
+    return dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
 
 DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,20 +23,443 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import CheckpointError, NonFiniteError
+from example_trainer.errors import CheckpointError, NonFiniteError, TrainerError
 from example_trainer.models import Decoder
 from example_trainer.models.gradients import Sums
 from example_trainer.models.shards import Shards
-from example_trainer.training.host_memory import BUCKET_ELEMENTS, Kind, Piece
-from example_trainer.training.optimizer_state import (
-    FLOAT32_KINDS,
-    MASTER,
-    QUANTISED_KINDS,
-    StateGroup,
-    read_whole,
-    saved_kinds,
+from example_trainer.training.quantised import (
+    QUANTISED_BLOCK,
+    Rates,
+    adamw_8bit,
+    can_be_quantised,
+    dequantise,
+    prepare,
+    quantise,
+    scale_shape,
 )
-from example_trainer.training.quantised import Rates, adamw_8bit, can_be_quantised, prepare
+
+# Tensors in host memory that a GPU reads and writes at full speed, and work on them in buckets
+# that pass through the GPU.
+
+BUCKET_ELEMENTS = 32 << 20
+"""Elements of each kind of tensor that are on the GPU at once: large enough that a copy over the
+bus runs at its full rate."""
+SLOTS = 3
+"""Buckets on the device at the same time: one comes, one is worked on, one goes."""
+_ALIGNED = 16
+"""Elements; every piece of a tensor but its last is a multiple of them, so that cutting changes no
+vectorised loop's tail."""
+
+
+def free_host_memory(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int]:
+    """Bytes of RAM free and in all, within the limit of this process's control group.
+
+    What files lie in for speed is free.
+    """
+    lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
+    values = {
+        line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")
+    }
+    free, total = values["MemAvailable"], values["MemTotal"]
+    limit, used = _read_int(cgroup / "memory.max"), _read_int(cgroup / "memory.current")
+    if limit is not None and used is not None and limit < total:
+        free, total = min(free, max(0, limit - used + _cached_files(cgroup / "memory.stat"))), limit
+    return free, total
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max" where there is no limit
+
+
+def _cached_files(path: Path) -> int:
+    """Bytes of the control group that the kernel takes back when they are needed: what checkpoints
+    were read into, mostly.
+    """
+    try:
+        words = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return 0
+    return sum(int(size) for name, size in words if name in ("active_file", "inactive_file"))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of tensor that exists for each of several parameters.
+
+    Attributes:
+        name: of the kind, such as `exp_avg`.
+        dtype: of its elements.
+        block: consecutive elements of the parameter for which there is one element.
+        shaped: makes the tensor's shape of the parameter's; not given: the same.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    block: int = 1
+    shaped: Callable[[Sequence[int]], tuple[int, ...]] = tuple
+
+    def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
+        """The tensor's shape, for a parameter of that shape."""
+        return self.shaped(parameter)
+
+
+class HostArena:
+    """One block of host memory with named tensors of one dtype in it, page-locked if a GPU is to
+    copy them.
+
+    torch's own pinned memory is not used: its allocator takes the next power of two, up to twice
+    what is asked for.
+
+    Args:
+        shapes: of the tensors; they lie in this order, zeros at first.
+        device: the one that copies. On a CPU nothing is locked.
+        dtype: of the tensors.
+        aligned: elements; each tensor begins at a multiple of them.
+
+    Raises:
+        TrainerError: the machine has no such memory, or does not let it be locked.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        aligned: int = _ALIGNED,
+    ) -> None:
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for name, shape in shapes.items():
+            self.offsets[name] = end
+            end += -(-math.prod(shape) // aligned) * aligned
+        try:
+            self.flat = torch.empty(end, dtype=dtype)
+        except RuntimeError as error:
+            size = end * dtype.itemsize / 2**30
+            raise TrainerError(
+                f"{size:.2f} GiB of host memory cannot be allocated: {error}"
+            ) from error
+        self.flat.zero_()  # which takes the pages
+        self.tensors = {
+            name: self.flat[self.offsets[name] : self.offsets[name] + math.prod(shape)].view(*shape)
+            for name, shape in shapes.items()
+        }
+        if device.type == "cuda" and end:
+            self._lock_pages(device)
+
+    def _lock_pages(self, device: torch.device) -> None:
+        # In one call: the driver refuses copies that reach from one locked range into the next.
+        driver, start = torch.cuda.cudart(), self.flat.data_ptr()
+        with torch.cuda.device(device):
+            status = int(driver.cudaHostRegister(start, self.flat.nbytes, 0))
+        if status != 0:
+            raise TrainerError(
+                f"the driver does not lock {self.flat.nbytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error "
+                f"{status}); look at the memory that is free, and at this container's limit"
+            )
+        weakref.finalize(self, driver.cudaHostUnregister, start).atexit = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole rows of one tensor (elements, of a vector) that lie in a bucket.
+
+    Attributes:
+        name: of the tensor.
+        start, stop: its rows.
+        offset: of the first element in the bucket.
+        shape: of the piece.
+    """
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+    shape: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These rows of a tensor of the same shape."""
+        return tensor[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A range of the arenas, and what lies in it."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+def cut(shapes: Mapping[str, Sequence[int]], offsets: Mapping[str, int], most: int) -> list[Bucket]:
+    """Buckets of at most `most` elements, as long as the rows of the tensors are no longer than
+    that.
+    """
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    begin = end = 0
+    for name, shape in shapes.items():
+        rows, width = shape[0], math.prod(shape[1:])
+        step = _ALIGNED * max(1, most // (_ALIGNED * max(1, width)))
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
+            first, last = offsets[name] + start * width, offsets[name] + stop * width
+            if pieces and last - begin > most:
+                buckets.append(Bucket(begin, end, tuple(pieces)))
+                pieces, begin = [], first
+            pieces.append(Piece(name, start, stop, first - begin, (stop - start, *shape[1:])))
+            end = last
+    return [*buckets, Bucket(begin, end, tuple(pieces))] if pieces else buckets
+
+
+Work = Callable[[Sequence[Piece], Sequence[Sequence[Tensor]]], None]
+"""Gets the pieces of a bucket and, for each arena, their tensors on the device; changes these in
+place."""
+
+
+class HostTensors:
+    """Several arenas of the same named tensors, worked on by a device that does not hold them.
+
+    Buckets pass through the device: while one is worked on, the next one comes and the one before
+    goes back, each in a stream of its own (ZeRO-Offload, arXiv:2101.06840, whose arithmetic is on
+    the CPU; here the GPU does it).
+
+    Args:
+        shapes: of the parameters, at least one dimension each.
+        kinds: of tensors that there are for each parameter, one arena each; the first has the
+            parameter's shape.
+        device: the one that works.
+        bucket_elements: of the first arena that are on the device at once.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        kinds: Sequence[Kind],
+        device: torch.device,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ) -> None:
+        self.device, self._kinds = device, tuple(kinds)
+        self.arenas = [
+            HostArena(
+                {name: kind.shape(shape) for name, shape in shapes.items()},
+                device,
+                kind.dtype,
+                max(1, _ALIGNED // kind.block),
+            )
+            for kind in kinds
+        ]
+        self._buckets = cut(shapes, self.arenas[0].offsets, bucket_elements)
+        longest = max((bucket.stop - bucket.start for bucket in self._buckets), default=0)
+        self._slots: list[list[Tensor]] = []
+        if device.type == "cuda":
+            # Taken now: memory that ran out in the middle of a step would leave it half done.
+            self._slots = [
+                [
+                    torch.empty(longest // kind.block, dtype=kind.dtype, device=device)
+                    for kind in self._kinds
+                ]
+                for _ in range(SLOTS)
+            ]
+            self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    @torch.no_grad()
+    def work(self, count: int, work: Work, write_back: bool) -> None:
+        """Call `work` for every bucket of the first `count` kinds in turn. Return when host memory
+        holds the results.
+
+        Args:
+            write_back: whether it changes the tensors.
+        """
+        kinds, arenas = self._kinds[:count], self.arenas[:count]
+        if not self._slots:
+            for bucket in self._buckets:
+                found = [
+                    _range(arena.flat, bucket, kind)
+                    for arena, kind in zip(arenas, kinds, strict=True)
+                ]
+                work(
+                    bucket.pieces,
+                    [_tensors(flat, bucket, kind) for flat, kind in zip(found, kinds, strict=True)],
+                )
+            return
+        here = torch.cuda.current_stream(self.device)
+        self._coming.wait_stream(here)
+        left: list[torch.cuda.Event | None] = [None] * SLOTS
+        for number, bucket in enumerate(self._buckets):
+            slot = number % SLOTS
+            parts = [
+                _range(arena.flat, bucket, kind) for arena, kind in zip(arenas, kinds, strict=True)
+            ]
+            staged = [
+                buffer[: part.numel()]
+                for buffer, part in zip(self._slots[slot], parts, strict=False)
+            ]
+            before = left[slot]
+            with torch.cuda.stream(self._coming):
+                if before is not None:
+                    self._coming.wait_event(before)
+                for buffer, part in zip(staged, parts, strict=True):
+                    buffer.copy_(part, non_blocking=True)
+            here.wait_stream(self._coming)
+            work(
+                bucket.pieces,
+                [
+                    _tensors(buffer, bucket, kind)
+                    for buffer, kind in zip(staged, kinds, strict=True)
+                ],
+            )
+            self._going.wait_stream(here)
+            with torch.cuda.stream(self._going):
+                for buffer, part in zip(staged, parts, strict=True) if write_back else ():
+                    part.copy_(buffer, non_blocking=True)
+            left[slot] = self._going.record_event()
+        self._going.synchronize()  # the host may read
+
+
+def _range(flat: Tensor, bucket: Bucket, kind: Kind) -> Tensor:
+    return flat[bucket.start // kind.block : bucket.stop // kind.block]
+
+
+def _tensors(flat: Tensor, bucket: Bucket, kind: Kind) -> list[Tensor]:
+    found = []
+    for piece in bucket.pieces:
+        start, shape = piece.offset // kind.block, kind.shape(piece.shape)
+        found.append(flat[start : start + math.prod(shape)].view(shape))
+    return found
+
+
+# Masters and moments of parameters: on the parameters' device, or in host memory that passes
+# through the device in buckets.
+
+MASTER = Kind("master")
+FLOAT32_KINDS = (MASTER, Kind("exp_avg"), Kind("exp_avg_sq"))
+"""An update's tensors for each parameter, all of its shape."""
+QUANTISED_KINDS = (
+    MASTER,
+    Kind("exp_avg_codes", torch.uint8),
+    Kind("exp_avg_scale", block=QUANTISED_BLOCK, shaped=scale_shape),
+    Kind("exp_avg_sq_codes", torch.uint8),
+    Kind("exp_avg_sq_scale", block=QUANTISED_BLOCK, shaped=scale_shape),
+)
+"""As FLOAT32_KINDS, with moments in 8 bits: see quantised.py."""
+
+
+class StateGroup:
+    """Masters and moments of the parameters whose moments have the same kinds.
+
+    Args:
+        weights: this rank's part of each parameter, by name. The moments begin as zeros.
+        kinds: the masters first.
+        device: of the parameters.
+        offload: the tensors are in host memory.
+        bucket_elements: of each kind that are on the device at once.
+        are_masters: `weights` are the masters, and stay on the device. Otherwise the masters begin
+            as copies of them.
+
+    Attributes:
+        names: of the parameters, in their order.
+        kinds: what there is for each of them.
+        tensors: by the kind's name, then by the parameter's.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        kinds: Sequence[Kind],
+        device: torch.device,
+        offload: bool,
+        bucket_elements: int,
+        are_masters: bool = False,
+    ) -> None:
+        self.names, self.kinds = tuple(weights), tuple(kinds)
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        own_kinds = self.kinds[1:] if are_masters else self.kinds
+        self._host = HostTensors(shapes, own_kinds, device, bucket_elements) if offload else None
+        self._masters = weights if are_masters else None
+        self.tensors: dict[str, Mapping[str, Tensor]] = {MASTER.name: weights}
+        if self._host is not None:
+            for kind, arena in zip(own_kinds, self._host.arenas, strict=True):
+                self.tensors[kind.name] = arena.tensors
+        else:
+            for kind in own_kinds:
+                self.tensors[kind.name] = {
+                    name: torch.zeros(kind.shape(shape), dtype=kind.dtype, device=device)
+                    for name, shape in shapes.items()
+                }
+        self._pieces = [Piece(name, 0, shape[0], 0, shape) for name, shape in shapes.items()]
+        if not are_masters:
+            for name, tensor in weights.items():
+                self.tensors[MASTER.name][name].copy_(tensor)
+
+    def work(self, kinds: int, work: Work, write_back: bool) -> None:
+        """Call `work` with pieces of the first `kinds` kinds of tensors, on the device, until all
+        have had their turn.
+
+        Args:
+            write_back: whether it changes them.
+        """
+        if not self.names:
+            return
+        masters = self._masters
+        if self._host is not None and masters is not None:
+
+            def work_with_masters(
+                pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]
+            ) -> None:
+                work(pieces, [[piece.of(masters[piece.name]) for piece in pieces], *state])
+
+            self._host.work(kinds - 1, work_with_masters, write_back)
+            return
+        if self._host is not None:
+            self._host.work(kinds, work, write_back)
+            return
+        work(self._pieces, [list(self.tensors[kind.name].values()) for kind in self.kinds[:kinds]])
+
+
+def saved_kinds(name: str, saved: Mapping[str, object]) -> tuple[Kind, ...]:
+    """The kinds of tensors that a saved state has for a parameter.
+
+    Args:
+        saved: by key, such as `exp_avg.model.norm.weight`.
+    """
+    return QUANTISED_KINDS if f"{QUANTISED_KINDS[1].name}.{name}" in saved else FLOAT32_KINDS
+
+
+def read_whole(
+    name: str, kinds: Sequence[Kind], saved: Mapping[str, object], read: Callable[[str], Tensor]
+) -> Iterator[tuple[Kind, Tensor]]:
+    """Each whole tensor of a parameter from a saved state. Moments of the other kinds are converted
+    to these.
+
+    Args:
+        kinds: that are wanted: FLOAT32_KINDS or QUANTISED_KINDS.
+        saved: by key.
+        read: gives one whole tensor by its key.
+    """
+    if saved_kinds(name, saved) == tuple(kinds):
+        yield from ((kind, read(f"{kind.name}.{name}")) for kind in kinds)
+        return
+    yield MASTER, read(f"{MASTER.name}.{name}")
+    for number, moment in enumerate(FLOAT32_KINDS[1:]):
+        codes, scale = QUANTISED_KINDS[1 + 2 * number : 3 + 2 * number]
+        signed = number == 0
+        if tuple(kinds) == QUANTISED_KINDS:
+            yield from zip(
+                (codes, scale), quantise(read(f"{moment.name}.{name}"), signed), strict=True
+            )
+        else:
+            yield (
+                moment,
+                dequantise(read(f"{codes.name}.{name}"), read(f"{scale.name}.{name}"), signed),
+            )
+
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ import torch
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.parallel.environment import is_launched, place_of
+from example_trainer.parallel.launch import is_launched, place_of
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
-from example_trainer.training.adapter_checkpoints import checkpoint_prefix
-from example_trainer.training.resume import is_complete
+from example_trainer.training.checkpoints import checkpoint_prefix
+from example_trainer.training.runs import is_complete
 from example_trainer.weight_bridge.factory import prefers_single_copy
 from example_trainer.weight_bridge.server import BridgeServer, configured_servers
 from example_trainer.weight_bridge.single_copy import require_one_replica, require_ranks

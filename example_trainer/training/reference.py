@@ -18,13 +18,10 @@ import torch
 
 from atroposlib.wire import PROMPT_LOGPROB
 from example_trainer.algorithm.advantages import find_advantages
-from example_trainer.batch.bins import PackedBin
-from example_trainer.batch.fields import wire_row
-from example_trainer.batch.group_error import GroupError
+from example_trainer.batch.fields import GroupError, SamplingRules, wire_row
 from example_trainer.batch.groups import Batch, Rules, parse_batch
-from example_trainer.batch.packing import pack_batch
+from example_trainer.batch.packing import PackedBin, pack_batch
 from example_trainer.batch.reader import CPU_TOKENS_PER_MICROBATCH
-from example_trainer.batch.sampling import SamplingRules
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError, NonFiniteError
 from example_trainer.models import Decoder

@@ -8,45 +8,207 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from example_trainer.algorithm.objective import Objective
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.batch.evaluations import EvaluationFeed
 from example_trainer.batch.prefetch import Upkeep
-from example_trainer.batch.reader import ReadyBatch
-from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.parity import ParityCheck
+from example_trainer.batch.reader import BatchFigures, ReadyBatch
+from example_trainer.config import TrainerConfig, flag_of
+from example_trainer.deterministic.parity import ParityCheck, ParityError
 from example_trainer.errors import (
     BatchError,
     CheckpointError,
+    ConfigError,
     OutOfMemoryError,
     RankError,
+    RolloutServiceError,
     TrainerError,
 )
 from example_trainer.models import Decoder
-from example_trainer.observe.evaluations import evaluation_line
-from example_trainer.observe.metrics import MetricsLog
-from example_trainer.observe.perf import Speed, peak_memory
-from example_trainer.observe.profiling import StepProfiler
-from example_trainer.observe.step_line import Row, step_line
+from example_trainer.observe.metrics import MetricsLog, Row, evaluation_line, step_line
+from example_trainer.observe.perf import Speed, StepProfiler, peak_memory
 from example_trainer.observe.token_report import TokenReport
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
-from example_trainer.training.batch_failures import BatchFailures
-from example_trainer.training.batch_source import BatchSource
 from example_trainer.training.checkpoints import Checkpoints
-from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.idle_options import idle_options
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.rollout_logprobs import require_rollout_logprobs, uncorrected_note
-from example_trainer.training.skipping import SkippedBatches
-from example_trainer.training.step import passes_ahead, warm_up
+from example_trainer.training.step import SkippedBatches, guarded_step, passes_ahead, warm_up
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 from vllm_patching.protocol.timeline import Timeline, unix_ns
+
+# What is to be corrected needs the logprobs that rollouts were sampled with: whether they came
+# along.
+
+_ASKED_FOR_BY = ("correction", "correction_high", "correction_low", "correction_ratio")
+
+
+def require_rollout_logprobs(config: TrainerConfig, figures: BatchFigures) -> None:
+    """Refuse a batch that has no logprobs at all, if an option was given that asks for a
+    correction.
+
+    Args:
+        figures: of the whole batch, alike on all ranks.
+
+    Raises:
+        BatchError: see above.
+    """
+    limited, corrected = config.sequence_kl_limit is not None, config.correction != "none"
+    given = [name for name in _ASKED_FOR_BY if corrected and name in config.model_fields_set]
+    if limited:
+        given.append("sequence_kl_limit")
+    if figures.targets_with_logprobs or not given:
+        return
+    remedies = ["give --correction none"] * corrected + ["leave out --sequence-kl-limit"] * limited
+    raise BatchError(
+        f"{_said(config, given[0])}: none of the batch's tokens came with the logprob that it was sampled with, so nothing can "
+        f"be corrected; let the environment send inference_logprobs, or {' and '.join(remedies)}"
+    )
+
+
+def uncorrected_note(config: TrainerConfig, figures: BatchFigures) -> str | None:
+    """What to say of a batch of which not all tokens came with their logprobs; None if nothing is
+    missed.
+    """
+    missing = figures.forwarded_targets - figures.targets_with_logprobs
+    if not missing or (config.correction == "none" and config.sequence_kl_limit is None):
+        return None
+    acting = _said(config, "sequence_kl_limit" if config.correction == "none" else "correction")
+    if not figures.targets_with_logprobs:
+        return (
+            "The environments send no logprobs of what they sampled: that sampler and trainer differ is not corrected "
+            f"({acting} does nothing)"
+        )
+    return (
+        f"{missing / figures.forwarded_targets:.1%} of a batch's tokens came without the logprobs that they were sampled with: "
+        f"that sampler and trainer differ is not corrected there ({acting}); missing_rollout_logprobs in metrics.jsonl has the "
+        "share of each step"
+    )
+
+
+def _said(config: TrainerConfig, name: str) -> str:
+    return f"{flag_of(name)} {getattr(config, name)}"
+
+
+# The interface of the object that the training loop takes its batches from.
+
+
+class BatchSource(Protocol):
+    """Where batches come from: prefetch.Batches, or local_sampler.SampledBatches."""
+
+    def begin(self, version: int) -> None:
+        """Let the first batch be made; `next` is about to be called."""
+
+    def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
+        """The next batch, to be trained on with the weights of `version`.
+
+        Raises BatchError for one that cannot be.
+        """
+
+    def acknowledge(
+        self,
+        version: int,
+        skipped: str | None = None,
+        hold: bool = False,
+        report: dict[str, Any] | None = None,
+    ) -> None:
+        """The batch of the last `next` is in the weights of `version`, or for the reason given in
+        none. `report` is what was computed for its tokens."""
+
+    def last_report(
+        self, report: dict[str, Any] | None, error: str | None, patience: float
+    ) -> None:
+        """Report that the run ends with the batch of the last `next`; `error` is what training on
+        it raised. Not collective.
+        """
+
+    @property
+    def in_hand(self) -> TrainedBatch | None:
+        """The name of the batch of the last `next`, until it is acknowledged; None if it has none."""
+
+    def release(self) -> None:
+        """Say of the batches that were held what `acknowledge` was told."""
+
+    @property
+    def held(self) -> tuple[TrainedBatch, ...]:
+        """Those among them that are in the weights."""
+
+    @property
+    def owes(self) -> bool:
+        """Whether there are any, skipped ones included."""
+
+    def end_run(self) -> None:
+        """Report that the run has taken all its steps."""
+
+
+# The report of a trainer that ends with a batch in hand: whether training on the batch is the
+# cause.
+
+ERROR_SECONDS, SIGNAL_SECONDS = 10.0, 2.0
+"""How long the rollout service may be away for the report."""
+
+
+class BatchFailures:
+    """Remembers which error came from reading a batch or from training on it, and reports how the
+    run ends.
+
+    Args:
+        batches: whose last batch is reported.
+    """
+
+    def __init__(self, batches: BatchSource) -> None:
+        self._batches = batches
+        self._cause: Exception | None = None
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note an error of this block as one of the batch."""
+        try:
+            yield
+        except Exception as error:
+            self._cause = error
+            raise
+
+    def report(
+        self,
+        error: BaseException,
+        trained: TrainedBatch | None,
+        figures: dict[str, Any] | None = None,
+    ) -> None:
+        """Report the end of the run to the rollout service. Not collective.
+
+        A batch that was the cause is counted, and set aside if it ends trainers again and again.
+        Where the cause is unclear (an error of another rank, or of a loss function of one's own),
+        nothing is reported. The service then counts the end like a kill.
+
+        Args:
+            error: that ends the run.
+            trained: the last batch in the weights.
+            figures: computed for the tokens of the batch.
+        """
+        if isinstance(error, RolloutServiceError):
+            return
+        in_hand = self._batches.in_hand
+        learned = in_hand is not None and in_hand == trained
+        of_batch = isinstance(error, BatchError) or (error is self._cause and not learned)
+        if of_batch and isinstance(error, RankError | ConfigError):
+            return
+        of_batch = of_batch and (
+            isinstance(error, BatchError | ParityError) or not isinstance(error, TrainerError)
+        )
+        text, seconds = None, SIGNAL_SECONDS
+        if of_batch and not learned:
+            text = f"{type(error).__name__}: {error}"
+        if isinstance(error, Exception):
+            seconds = ERROR_SECONDS
+        self._batches.last_report(figures, text, seconds)
+
 
 logger = logging.getLogger(__name__)
 

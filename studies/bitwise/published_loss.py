@@ -18,9 +18,13 @@ from __future__ import annotations
 
 import torch
 
-from example_trainer.algorithm.divergence import MAX_LOG_RATIO
-from example_trainer.algorithm.losses import LossInputs, LossSettings, TokenLosses
-from example_trainer.algorithm.sequences import sequence_lengths
+from example_trainer.algorithm.losses import (
+    MAX_LOG_RATIO,
+    LossInputs,
+    LossSettings,
+    TokenLosses,
+    sequence_lengths,
+)
 
 KL_WEIGHT = 0.1
 ENTROPY_WEIGHT = 0.01

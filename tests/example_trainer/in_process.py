@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from example_trainer import grpo
-from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.client import RolloutClient
+from example_trainer.batch.packing import PackedBin
 from example_trainer.command_line import parse_config
 from example_trainer.process import StopSignal
 from example_trainer.training import checkpoints as checkpointing

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.algorithm.advantages import find_advantages
-from example_trainer.algorithm.methods import METHODS, Method
+from example_trainer.algorithm.advantages import METHODS, Method, find_advantages
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError

@@ -13,21 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from example_trainer.algorithm.advantages import BOUNDS, METHODS, Method, find_advantages
 from example_trainer.algorithm.advantages import BUILT_IN as ADVANTAGES
-from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.figures import StepFigures
-from example_trainer.algorithm.methods import BOUNDS, METHODS, Method
 from example_trainer.algorithm.objective import ObjectiveInputs, bin_loss
 from example_trainer.command_line import parse_config
-from example_trainer.config import TrainerConfig
-from example_trainer.options.algorithm import (
+from example_trainer.config import (
     AlgorithmOptions,
     CorrectionOptions,
     DistillationOptions,
     LengthOptions,
+    ReferenceWorkerOptions,
+    TrainerConfig,
+    flag_of,
 )
-from example_trainer.options.reference import ReferenceWorkerOptions
-from example_trainer.options.section import flag_of
 from example_trainer.reference_worker import parse_arguments
 from example_trainer.training.step import make_objective
 

@@ -12,9 +12,8 @@ import yaml
 
 from example_trainer.api_keys import SECRETS, revealed, without_secrets
 from example_trainer.command_line import parse_config
-from example_trainer.config import SECTIONS, TrainerConfig
+from example_trainer.config import SECTIONS, TrainerConfig, flag_of
 from example_trainer.errors import ConfigError
-from example_trainer.options.section import flag_of
 from tests.forked_commands import run_command
 
 ROOT = Path(__file__).resolve().parents[2]

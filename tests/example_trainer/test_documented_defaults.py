@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.config import TrainerConfig
-from example_trainer.options.section import flag_of
+from example_trainer.config import TrainerConfig, flag_of
 from tests.conftest import ROOT
 
 PAGE = ROOT / "example_trainer" / "README.md"

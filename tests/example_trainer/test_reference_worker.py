@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from example_trainer.batch.group_error import GroupError
-from example_trainer.batch.service import ServiceConnection
+from example_trainer.batch.client import ServiceConnection
+from example_trainer.batch.fields import GroupError
+from example_trainer.config import ReferenceWorkerOptions
 from example_trainer.errors import ConfigError, RolloutServiceError
-from example_trainer.options.reference import ReferenceWorkerOptions
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.reference_worker import MOST_TOKENS, Pace, Worker, parse_arguments
 from example_trainer.training.reference import ReferenceScorer, ReferenceSettings

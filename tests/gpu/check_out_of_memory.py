@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from bench.gpu.checks import run_checks
-from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import parse_batch
-from example_trainer.batch.packing import pack_batch
+from example_trainer.batch.packing import PackedBin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import OutOfMemoryError, RankError
 from example_trainer.models import Decoder, Geometry
@@ -34,10 +33,9 @@ from example_trainer.models.decoder import Layer
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.process import StopSignal
-from example_trainer.training import guarded_step as guarded
-from example_trainer.training.guarded_step import guarded_step
+from example_trainer.training import step as guarded
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.step import make_objective
+from example_trainer.training.step import guarded_step, make_objective
 
 Result = tuple[bool, str]
 """The verdict of a check, and its observation."""

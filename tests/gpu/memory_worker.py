@@ -16,7 +16,7 @@ from bench.gpu.live_bytes import Meter
 from bench.gpu.processes import answer_once
 from bench.gpu.shapes import SHAPES
 from bench.gpu.synthetic import Work, gradient_of, joined_group, random_bin, random_weights
-from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.packing import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.head import default_chunk
@@ -24,12 +24,12 @@ from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_table
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.training.memory_items import (
+from example_trainer.training.memory_plan import (
     GRADIENTS,
     SEND_BUFFERS,
     MemoryRequest,
+    plan_memory,
 )
-from example_trainer.training.memory_plan import plan_memory
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
 from example_trainer.weight_bridge.stream import Cohort, SendPlan, WeightStream
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name

@@ -24,8 +24,7 @@ from atroposlib.envs.multi_turn import (
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.responses import HermesFormat, TaggedFormat
 from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, supervisor_process
-from example_trainer.batch.groups import Rules, parse_batch
-from example_trainer.batch.lengths import LengthRules
+from example_trainer.batch.groups import LengthRules, Rules, parse_batch
 from tests.atroposlib.inference.template_shapes import Shape
 
 

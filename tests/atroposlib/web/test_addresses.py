@@ -24,8 +24,8 @@ from atroposlib.web.addresses import (
     server_address,
 )
 from example_trainer.command_line import parse_config
+from example_trainer.config import checked_addresses
 from example_trainer.errors import ConfigError
-from example_trainer.options.bridge import checked_addresses
 
 READERS: list[Callable[[str], Any]] = [
     server_address, http_address, http_addresses, host_and_port, host_name, listening_host,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from example_trainer.algorithm.corrections import (
+from example_trainer.algorithm.objective import (
     Correction,
     CorrectionSettings,
     CorrectionWeights,

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from example_trainer.algorithm.distillation import (
+from example_trainer.algorithm.losses import MAX_LOG_RATIO
+from example_trainer.algorithm.objective import (
     distillation_advantage,
     distillation_loss,
     teacher_kl,
     untaught_share,
 )
-from example_trainer.algorithm.divergence import MAX_LOG_RATIO
 from example_trainer.errors import BatchError
 
 NAN = float("nan")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.algorithm.divergence import MAX_LOG_RATIO, clamped_log_ratio, k3
+from example_trainer.algorithm.losses import MAX_LOG_RATIO, clamped_log_ratio, k3
 
 
 class TestK3:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from example_trainer.algorithm.advantages import find_advantages
-from example_trainer.algorithm.functions import make_importable
+from example_trainer.algorithm.advantages import find_advantages, make_importable
 from example_trainer.algorithm.losses import (
     Loss,
     LossInputs,

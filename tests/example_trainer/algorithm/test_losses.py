@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from example_trainer.algorithm.advantages import BOUNDS
 from example_trainer.algorithm.losses import (
     BUILT_IN,
     LossInputs,
     LossSettings,
     TokenLosses,
+    grpo,
+    gspo,
     token_losses,
 )
-from example_trainer.algorithm.losses.grpo import grpo
-from example_trainer.algorithm.losses.gspo import gspo
-from example_trainer.algorithm.methods import BOUNDS
 
 Slope = tuple[float, float, bool, bool]
 """Loss of a token, its derivative by the token's logprob, and whether the lower and the upper bound

@@ -12,11 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from example_trainer.algorithm.corrections import Correction, CorrectionSettings, RatioTo
-from example_trainer.algorithm.losses import LossInputs, LossSettings
-from example_trainer.algorithm.losses.grpo import grpo
-from example_trainer.algorithm.methods import KLPlace
-from example_trainer.algorithm.objective import Objective, ObjectiveInputs, bin_loss, suffix_sums
+from example_trainer.algorithm.advantages import KLPlace
+from example_trainer.algorithm.losses import LossInputs, LossSettings, grpo
+from example_trainer.algorithm.objective import (
+    Correction,
+    CorrectionSettings,
+    Objective,
+    ObjectiveInputs,
+    RatioTo,
+    bin_loss,
+    suffix_sums,
+)
 from example_trainer.errors import ConfigError
 
 CLIP = LossSettings(clip_low=0.2, clip_high=0.3)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from example_trainer.algorithm.sequences import sequence_lengths, sequence_mean
+from example_trainer.algorithm.losses import sequence_lengths, sequence_mean
 
 
 @settings(max_examples=30)

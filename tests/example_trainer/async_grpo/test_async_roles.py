@@ -35,7 +35,7 @@ from example_trainer.async_grpo.roles import (
     roles_of,
 )
 from example_trainer.async_grpo.settings import Settings, make_settings, read_settings
-from example_trainer.batch.registration import registration
+from example_trainer.batch.client import registration
 from example_trainer.command_line import parse_config, parse_section
 from example_trainer.parameter_server.options import ParameterServerOptions
 from tests.example_trainer.async_grpo.test_async_settings import CONFIGS

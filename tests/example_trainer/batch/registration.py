@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from example_trainer.batch.registration import Registration
+from example_trainer.batch.client import Registration
 
 REGISTRATION = Registration(
     wandb_group="g",

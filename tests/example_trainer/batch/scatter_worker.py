@@ -14,9 +14,8 @@ import torch
 
 from example_trainer.batch import prefetch
 from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
-from example_trainer.batch.prefetch import Batches, Upkeep
+from example_trainer.batch.prefetch import Batches, Minibatches, Upkeep
 from example_trainer.batch.reader import BatchReader
-from example_trainer.batch.scatter import Minibatches
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError, OutOfMemoryError, RolloutServiceError
 from example_trainer.parallel.ranks import Ranks, join_ranks

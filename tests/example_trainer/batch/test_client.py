@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from example_trainer.batch import client as rollout_client
-from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
-from example_trainer.batch.service import Interrupted
+from example_trainer.batch.client import FetchedBatch, Interrupted, RolloutClient, TrainedBatch
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
 from tests.example_trainer.batch.registration import REGISTRATION, group

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from example_trainer.batch.environment_names import safe_name
 from example_trainer.batch.evaluations import Evaluation, EvaluationFeed
+from example_trainer.batch.reader import safe_name
 from tests.example_trainer.batch.scripted import Scripted
 
 FeedOf = Callable[..., EvaluationFeed]

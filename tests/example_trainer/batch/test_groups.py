@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from atroposlib.wire import TrainerSession
 from example_trainer.algorithm.advantages import find_advantages
-from example_trainer.batch.groups import NOT_TRAINED, Batch, Rules, parse_batch
-from example_trainer.batch.lengths import LengthRules
+from example_trainer.batch.groups import NOT_TRAINED, Batch, LengthRules, Rules, parse_batch
 
 VOCAB = 50
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.batch.lengths import LengthRules
+from example_trainer.batch.groups import LengthRules
 from example_trainer.batch.reader import BatchReader
 from example_trainer.config import TrainerConfig
 from tests.example_trainer.batch.test_groups import VOCAB, make_group

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch
-from example_trainer.batch.minibatches import divide
-from example_trainer.batch.packing import pack_batch
+from example_trainer.batch.packing import PackedBin, divide, pack_batch
 from tests.example_trainer.batch.test_packing import MAX_TOKENS, batches, rollout
 
 GROUPS = st.lists(st.integers(0, 5), min_size=1, max_size=24)

@@ -15,11 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.wire import TrainerSession
-from example_trainer.batch.bins import PackedBin
-from example_trainer.batch.figures import figures_of
 from example_trainer.batch.groups import Batch, TrainedSequence
-from example_trainer.batch.packing import PAIRS_PER_TOKEN, SEEN_PER_TOKEN, empty_bin, pack_batch
-from example_trainer.batch.prefixes import LEAST_SAVING, prefix_tree, reading_order
+from example_trainer.batch.packing import (
+    LEAST_SAVING,
+    PAIRS_PER_TOKEN,
+    SEEN_PER_TOKEN,
+    PackedBin,
+    empty_bin,
+    pack_batch,
+    prefix_tree,
+    reading_order,
+)
+from example_trainer.batch.reader import figures_of
 from example_trainer.models.packing import NO_PARENT
 
 MAX_TOKENS = 1000

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from atroposlib.wire import TrainerSession
 from example_trainer.batch import prefetch
-from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
+from example_trainer.batch.client import FetchedBatch, Interrupted, RolloutClient, TrainedBatch
 from example_trainer.batch.prefetch import Batches, Upkeep
 from example_trainer.batch.reader import BatchReader, ReadyBatch
-from example_trainer.batch.service import Interrupted
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError, RolloutServiceError, TrainerError
 from example_trainer.parallel.ranks import Ranks

@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from atroposlib.wire import PROMPT_LOGPROB
-from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.fields import wire_row
 from example_trainer.batch.groups import Batch, Rules, parse_batch
-from example_trainer.batch.packing import pack_batch
-from example_trainer.batch.partial_bins import completed_reference, part_of
+from example_trainer.batch.packing import PackedBin, completed_reference, pack_batch, part_of
 
 OPTIONAL = Rules(reference="optional")
 LOGPROBS = st.floats(max_value=0.0, min_value=float(np.finfo(np.float32).min), width=32)

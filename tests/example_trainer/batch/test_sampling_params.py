@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from example_trainer.batch.group_error import GroupError
+from example_trainer.batch.fields import GroupError, SamplerLogprobs, SamplingRules, sampling_of
 from example_trainer.batch.reader import BatchReader
-from example_trainer.batch.sampling import SamplerLogprobs, SamplingRules, sampling_of
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError
 from tests.example_trainer.batch.test_groups import VOCAB, make_group

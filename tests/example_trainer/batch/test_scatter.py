@@ -13,10 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch
-from example_trainer.batch.packing import empty_bin
-from example_trainer.batch.scatter import BinChannel, decode, encode
+from example_trainer.batch.packing import PackedBin, empty_bin
+from example_trainer.batch.prefetch import BinChannel, decode, encode
 from example_trainer.parallel.ranks import Ranks
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.batch.test_packing import batches, pack

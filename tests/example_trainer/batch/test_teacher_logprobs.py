@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.batch.group_error import GroupError
+from example_trainer.batch.fields import GroupError, teacher_logprobs
 from example_trainer.batch.reader import BatchReader
-from example_trainer.batch.teacher_logprobs import teacher_logprobs
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError
 

@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from atroposlib.wire import PER_TOKEN
-from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.fields import TOKEN_FIELDS, TokenField
 from example_trainer.batch.groups import Batch, parse_batch
-from example_trainer.batch.packing import empty_bin, pack_batch
-from example_trainer.batch.partial_bins import part_of
-from example_trainer.batch.scatter import decode, encode
-from example_trainer.batch.token_fields import TOKEN_FIELDS, TokenField
+from example_trainer.batch.packing import PackedBin, empty_bin, pack_batch, part_of
+from example_trainer.batch.prefetch import decode, encode
 
 INVENTED = TokenField(np.float32, -7.0, "surprises", largest=5.0)
 

@@ -11,10 +11,9 @@ import time
 
 import torch
 
-from example_trainer.batch.client import RolloutClient
+from example_trainer.batch.client import Registration, RolloutClient
 from example_trainer.batch.prefetch import Batches
 from example_trainer.batch.reader import BatchReader
-from example_trainer.batch.registration import Registration
 from example_trainer.config import TrainerConfig
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.client import registration
+from example_trainer.batch.fields import UNKNOWN_VERSION
 from example_trainer.batch.groups import Batch
-from example_trainer.batch.registration import registration
-from example_trainer.batch.token_fields import UNKNOWN_VERSION
+from example_trainer.batch.packing import PackedBin
 from example_trainer.deterministic.pairing import (
     deterministic_decoder,
     make_parity,
@@ -33,11 +33,10 @@ from example_trainer.errors import ConfigError, ModelError
 from example_trainer.models import Decoder
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
-from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.model import decoder_maker
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.rank_plan import refuse_ranks
-from example_trainer.training.step import make_objective, response_logprobs
+from example_trainer.training.step import guarded_step, make_objective, response_logprobs
 from tests.example_trainer.deterministic.training import (
     SMALL,
     bins,

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch, TrainedSequence
-from example_trainer.batch.packing import pack_batch
+from example_trainer.batch.packing import PackedBin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.deterministic.parity import ParityCheck, weights_sha
@@ -20,9 +19,8 @@ from example_trainer.models import Decoder, Geometry
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.packing import Packing
 from example_trainer.process import StopSignal
-from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import make_optimizer
-from example_trainer.training.step import make_objective
+from example_trainer.training.step import guarded_step, make_objective
 
 SMALL = Geometry(
     architecture="Qwen3ForCausalLM", vocab_size=97, hidden_size=48, intermediate_size=40, num_layers=2, num_heads=4,

@@ -14,8 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from example_trainer.batch.evaluations import Evaluation
-from example_trainer.observe.evaluations import EvaluationFile, evaluation_line
-from example_trainer.observe.metrics import MetricsLog
+from example_trainer.observe.metrics import EvaluationFile, MetricsLog, evaluation_line
 
 FIRST = Evaluation(
     4, 1000.5, 3, "gsm8k 0", 12, {"eval/percent_correct": 0.4123456, "eval/length": 80}, 99

@@ -12,13 +12,13 @@ import torch
 
 from example_trainer.algorithm.figures import StepFigures
 from example_trainer.batch.evaluations import Evaluation
-from example_trainer.batch.figures import BatchFigures
+from example_trainer.batch.reader import BatchFigures
 from example_trainer.errors import ConfigError
-from example_trainer.observe.bounded_wsgi import MOST_CONNECTIONS
 from example_trainer.observe.exporter import (
     COUNTERS,
     GAUGES,
     LABELLED,
+    MOST_CONNECTIONS,
     MetricsServer,
     serve_metrics,
 )

@@ -16,8 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from example_trainer.command_line import parse_config
 from example_trainer.errors import ConfigError
 from example_trainer.observe import metrics
-from example_trainer.observe.metrics import MetricsLog
-from example_trainer.observe.step_line import step_line
+from example_trainer.observe.metrics import MetricsLog, step_line
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from example_trainer.batch.figures import BatchFigures
+from example_trainer.batch.reader import BatchFigures
 from example_trainer.observe.perf import Speed, matrix_elements, peak_memory, peak_rate, step_flops
 from vllm_patching.weights.families import Geometry
 

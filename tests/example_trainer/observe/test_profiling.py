@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from example_trainer.errors import ConfigError
-from example_trainer.observe.profiling import StepProfiler, memory_history
+from example_trainer.observe.perf import StepProfiler, memory_history
 
 
 def run(profiler: StepProfiler, *steps: int) -> None:

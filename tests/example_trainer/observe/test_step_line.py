@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.observe.step_line import StepFigures, read_step_line, step_line
+from example_trainer.observe.metrics import StepFigures, read_step_line, step_line
 from tests.example_trainer.observe.test_metrics import row_of_a_step
 
 NUMBERS = st.floats(-1e6, 1e6) | st.sampled_from([float("nan"), float("inf"), float("-inf")])

@@ -20,9 +20,8 @@ from example_trainer.observe import token_report
 from example_trainer.observe.token_report import TokenReport, chosen
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
-from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.step import make_objective, response_logprobs
+from example_trainer.training.step import guarded_step, make_objective, response_logprobs
 from tests.example_trainer.batch.test_prefetch import Client
 from tests.example_trainer.batch.test_prefetch import group as group_of
 from tests.example_trainer.training.test_step import config, make_groups, make_model, packed

@@ -16,13 +16,13 @@ from example_trainer import grpo
 from example_trainer.command_line import parse_config
 from example_trainer.models.decoder import Layer
 from example_trainer.process import run
-from example_trainer.training import guarded_step
+from example_trainer.training import step
 
 GRACE_SECONDS = 2.0
 
 if __name__ == "__main__":
     ranks, call, options = sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3:]
-    guarded_step.GRACE_SECONDS = GRACE_SECONDS
+    step.GRACE_SECONDS = GRACE_SECONDS
     forward, calls = Layer.forward, 0
 
     def forward_until(layer: Layer, *arguments: Any) -> Any:

@@ -13,15 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import parse_batch
-from example_trainer.batch.packing import pack_batch
+from example_trainer.batch.packing import PackedBin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, load_model
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.process import StopSignal
-from example_trainer.training.memory_items import MemoryRequest, send_buffer_bytes
+from example_trainer.training.memory_plan import MemoryRequest, send_buffer_bytes
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.step import BatchGradients, make_objective
 from example_trainer.weight_bridge.stream import SendPlan, WeightStream

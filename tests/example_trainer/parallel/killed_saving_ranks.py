@@ -25,8 +25,7 @@ import torch.distributed as dist
 from example_trainer.models import load_model
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import join_ranks
-from example_trainer.training.background_save import BackgroundSave
-from example_trainer.training.checkpoints import Checkpoints
+from example_trainer.training.checkpoints import BackgroundSave, Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
 from tests.example_trainer.training.killed_saver import RUN
 from tests.example_trainer.training.tiny_training import train

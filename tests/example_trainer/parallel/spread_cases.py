@@ -14,9 +14,8 @@ from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, Geometry
 from example_trainer.process import StopSignal
-from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.step import make_objective
+from example_trainer.training.step import guarded_step, make_objective
 
 STEPS = 3
 SEQ_LEN = 48

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.training.resume import choose_start
-from example_trainer.training.runs import steps_in
+from example_trainer.training.runs import choose_start, steps_in
 from tests.example_trainer.parallel import killed_saving_ranks
 from tests.example_trainer.training.tiny_training import make_start
 from tests.forked_commands import run_command

@@ -13,11 +13,13 @@ import psutil
 import pytest
 
 from example_trainer.child_processes.processes import ManagedProcess
-from example_trainer.parallel.environment import STORE_VARIABLE, is_launched, place_of
 from example_trainer.parallel.launch import (
+    STORE_VARIABLE,
     RankProcesses,
     caught_signals,
+    is_launched,
     loopback_store,
+    place_of,
     rank_variables,
 )
 from example_trainer.parallel.launched import LAUNCHER_VARIABLE

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.errors import ConfigError
-from example_trainer.parallel.environment import place_of
+from example_trainer.parallel.launch import place_of
 from example_trainer.parallel.ranks import Ranks, agreed_stop
 from example_trainer.process import StopSignal
 from tests.conftest import ROOT, Processes

@@ -26,7 +26,7 @@ from example_trainer.async_grpo.settings import check_trainer, read_settings
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher import options as stack_options
 from example_trainer.launcher.stack import Stack
-from example_trainer.training import memory_choice, server_share
+from example_trainer.training import memory_choice
 from example_trainer.training.memory_choice import MemoryChoice, choose_memory
 from example_trainer.training.memory_plan import MemoryShortage
 from example_trainer.weight_bridge.base import NoBridge, WeightBridge
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[3]
 GPU, GIB = torch.device("cuda", 0), 2**30
 CARDS = {"80 GB": (79.2, 78.6), "141 GB": (139.8, 139.2), "183 GB": (178.4, 177.8)}
 """GiB in all and free, as an H100, an H200 and a B200 report them before a training."""
-DEFAULT_SHARE = server_share.DEFAULT_SHARE
+DEFAULT_SHARE = memory_choice.DEFAULT_SHARE
 START, END = "<!-- what fits -->", "<!-- end of what fits -->"
 """Around the table in docs/your-model.md."""
 
@@ -282,7 +282,7 @@ def bridge_of(command: Documented, total: float) -> WeightBridge:
         bridge = SingleCopyBridge(cast(BridgeServer, None))
         if config.colocate:
             weights = 2 * sum(p.numel() for p in _parameters(model))
-            bridge.lent_bytes = int(command.share * total * GIB) - weights - server_share.WORKSPACE
+            bridge.lent_bytes = int(command.share * total * GIB) - weights - memory_choice.WORKSPACE
         return bridge
     manifests: list[Manifest] = []
     if config.weight_bridge_mode in ("shared_vllm", "parameter_server"):
@@ -329,7 +329,7 @@ def plan(
         stack.enter_context(
             mock.patch.object(memory_choice, "free_host_memory", return_value=(int(host * GIB), 0))
         )
-        stack.enter_context(mock.patch.object(server_share, "memory_of_gpus", return_value={}))
+        stack.enter_context(mock.patch.object(memory_choice, "memory_of_gpus", return_value={}))
         config = command.config.model_copy(update={"model_name": folder})
         try:
             return choose_memory(config, bridge_of(command, total), torch.bfloat16, GPU)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from example_trainer.training.memory_items import MemoryRequest
+from example_trainer.training.memory_plan import MemoryRequest
 from vllm_patching.weights.families import Geometry
 
 

@@ -16,11 +16,10 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.training.adapter_checkpoints import checkpoint_prefix, make_checkpoints
-from example_trainer.training.checkpoints import load_state
+from example_trainer.training.checkpoints import checkpoint_prefix, load_state, make_checkpoints
 from example_trainer.training.model import make_model
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
-from example_trainer.training.resume import Start, choose_start
+from example_trainer.training.runs import Start, choose_start
 
 CPU = torch.device("cpu")
 

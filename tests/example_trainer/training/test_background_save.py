@@ -18,12 +18,10 @@ from safetensors.torch import load_file
 
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, load_model
-from example_trainer.training import background_save
 from example_trainer.training import checkpoints as checkpointing
 from example_trainer.training.checkpoints import Checkpoints, load_state
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.resume import choose_start
-from example_trainer.training.runs import SavedStep, steps_in
+from example_trainer.training.runs import SavedStep, choose_start, steps_in
 from tests.example_trainer.training import killed_saver
 from tests.example_trainer.training.killed_saver import RUN
 from tests.example_trainer.training.tiny_training import give_gradient, load, make_start, train
@@ -107,7 +105,7 @@ def test_without_room_for_a_copy_the_next_step_waits_until_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(background_save, "free_host_memory", lambda: (1000, 10**9))
+    monkeypatch.setattr(checkpointing, "free_host_memory", lambda: (1000, 10**9))
     model, optimizer = load(start)
     train(model, optimizer, 1)
     before = state_of(optimizer)
@@ -190,9 +188,9 @@ def test_one_is_written_at_a_time_and_their_memory_is_taken_once(
     start: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    real = background_save.HostArena
+    real = checkpointing.HostArena
     monkeypatch.setattr(
-        background_save, "HostArena", lambda *arguments: made.append(real(*arguments)) or made[-1]
+        checkpointing, "HostArena", lambda *arguments: made.append(real(*arguments)) or made[-1]
     )
     model, optimizer = load(start)
     checkpoints = Checkpoints(tmp_path, RUN, keep_states=None)
@@ -220,7 +218,7 @@ def test_a_write_that_stands_still_is_given_up(
     checkpoints = Checkpoints(tmp_path / "out", RUN)
     checkpoints.begin(model, optimizer, {})
     assert gate.reached.wait(SECONDS)
-    monkeypatch.setattr(background_save, "STALLED_SECONDS", 0.5)
+    monkeypatch.setattr(checkpointing, "STALLED_SECONDS", 0.5)
     with pytest.raises(CheckpointError, match="writing step_0 has made no progress for 0 s"):
         checkpoints.wait()
 

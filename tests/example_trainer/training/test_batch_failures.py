@@ -18,7 +18,7 @@ from example_trainer.batch.reader import BatchReader
 from example_trainer.errors import BatchError, BridgeError, ConfigError, NonFiniteError, RankError
 from example_trainer.process import StopRequested
 from example_trainer.training import trainer
-from example_trainer.training.batch_failures import BatchFailures
+from example_trainer.training.trainer import BatchFailures
 from example_trainer.weight_bridge.base import NoBridge
 from tests.conftest import Processes
 from tests.example_trainer.batch.registration import group

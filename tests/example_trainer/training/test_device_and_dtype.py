@@ -14,7 +14,7 @@ import torch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.models.head import chosen_logprobs_of
-from example_trainer.training.device_and_dtype import choose_device, choose_dtype
+from example_trainer.training.model import choose_device, choose_dtype
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -10,8 +10,12 @@ from dataclasses import replace
 import pytest
 
 from example_trainer.training.memory_choice import MemoryChoice
-from example_trainer.training.memory_items import MemoryRequest, host_bytes, parameter_count
-from example_trainer.training.memory_plan import MemoryShortage
+from example_trainer.training.memory_plan import (
+    MemoryRequest,
+    MemoryShortage,
+    host_bytes,
+    parameter_count,
+)
 from tests.example_trainer.training.documented_commands import (
     CARDS,
     GIB,

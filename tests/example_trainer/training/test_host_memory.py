@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from example_trainer.errors import NonFiniteError
-from example_trainer.training.host_memory import HostArena, HostTensors, Kind, cut
-from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.optimizer import HostArena, HostTensors, Kind, MasterAdamW, cut
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from example_trainer.batch.fields import SamplerLogprobs
 from example_trainer.batch.prefetch import Batches
-from example_trainer.batch.sampling import SamplerLogprobs
 from example_trainer.errors import ConfigError
-from example_trainer.observe.step_line import step_line
+from example_trainer.observe.metrics import step_line
 from example_trainer.process import StopRequested
 from example_trainer.training import assembly
 from example_trainer.training.trainer import Trainer

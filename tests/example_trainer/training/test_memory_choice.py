@@ -27,8 +27,13 @@ from example_trainer.training.memory_choice import (
     first_that_fits,
     offload_seconds,
 )
-from example_trainer.training.memory_items import MemoryRequest
-from example_trainer.training.memory_plan import PLANNED_SHARE, MemoryShortage, Room, plan_memory
+from example_trainer.training.memory_plan import (
+    PLANNED_SHARE,
+    MemoryRequest,
+    MemoryShortage,
+    Room,
+    plan_memory,
+)
 from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.training.memory_cases import qwen_7b, qwen_14b, request
 

@@ -18,13 +18,11 @@ from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_operations
 from example_trainer.models.packing import Packing
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.training.memory_items import (
+from example_trainer.training.memory_plan import (
     Table,
     layer_activation_bytes,
     lora_parameter_count,
     parameter_count,
-)
-from example_trainer.training.memory_plan import (
     plan_memory,
 )
 from example_trainer.training.optimizer import MasterAdamW

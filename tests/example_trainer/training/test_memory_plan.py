@@ -11,19 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from example_trainer.training.memory_items import (
-    ACTIVATIONS,
-    backward_activation_bytes,
-    host_bytes,
-    kept_activation_bytes,
-    parameter_count,
-)
 from example_trainer.training.memory_plan import (
+    ACTIVATIONS,
     BUDGETS,
     MemoryShortage,
     Room,
+    backward_activation_bytes,
     fitting_server_share,
     free_memory,
+    host_bytes,
+    kept_activation_bytes,
+    parameter_count,
     plan_memory,
     remedies,
     require_memory,

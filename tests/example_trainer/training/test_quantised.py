@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.training import quantised
-from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.optimizer_state import FLOAT32_KINDS, QUANTISED_KINDS, saved_kinds
+from example_trainer.training.optimizer import (
+    FLOAT32_KINDS,
+    QUANTISED_KINDS,
+    MasterAdamW,
+    saved_kinds,
+)
 from example_trainer.training.quantised import (
     QUANTISED_BLOCK,
     can_be_quantised,

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from example_trainer.batch.group_error import GroupError
+from example_trainer.batch.client import registration
+from example_trainer.batch.fields import GroupError, SamplingRules
 from example_trainer.batch.groups import Rules, parse_batch
 from example_trainer.batch.packing import pack_batch
 from example_trainer.batch.reader import BatchReader
-from example_trainer.batch.registration import registration
-from example_trainer.batch.sampling import SamplingRules
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError, NonFiniteError

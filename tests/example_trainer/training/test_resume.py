@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from atroposlib.wire import TrainerSession
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.training.resume import Start, agreed_start, choose_start
-from example_trainer.training.runs import Run, mark_run, marked_run, same_model, steps_in
+from example_trainer.training.runs import (
+    Run,
+    Start,
+    agreed_start,
+    choose_start,
+    mark_run,
+    marked_run,
+    same_model,
+    steps_in,
+)
 
 MODEL = "someone/a-model"
 

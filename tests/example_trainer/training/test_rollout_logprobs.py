@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from example_trainer.batch.figures import BatchFigures
-from example_trainer.batch.reader import BatchReader
+from example_trainer.batch.reader import BatchFigures, BatchReader
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError
-from example_trainer.training.rollout_logprobs import require_rollout_logprobs, uncorrected_note
+from example_trainer.training.trainer import require_rollout_logprobs, uncorrected_note
 from tests.example_trainer.batch.test_groups import VOCAB, make_group
 
 NONE = {"inference_logprobs": None}

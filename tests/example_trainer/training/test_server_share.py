@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.training import memory_choice, server_share
-from example_trainer.training.memory_choice import choose_memory
-from example_trainer.training.memory_items import parameter_count
-from example_trainer.training.memory_plan import MemoryShortage
-from example_trainer.training.server_share import (
+from example_trainer.training import memory_choice
+from example_trainer.training.memory_choice import (
     DEFAULT_SHARE,
     OUTSIDE_SHARE,
     WORKSPACE,
+    choose_memory,
     server_needs,
     share_elsewhere,
     share_of,
 )
+from example_trainer.training.memory_plan import MemoryShortage, parameter_count
 from example_trainer.weight_bridge.base import NoBridge
 from example_trainer.weight_bridge.server_gpus import (
     GpuMemory,
@@ -78,7 +77,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-un
         monkeypatch.setattr(memory_choice, "free_memory", lambda device: (total - GIB, total))
         monkeypatch.setattr(memory_choice, "free_host_memory", lambda: (1000 * GIB, 1000 * GIB))
         monkeypatch.setattr(
-            server_share,
+            memory_choice,
             "memory_of_gpus",
             lambda: {"1": GpuMemory(other, total), "7": GpuMemory(other, total)},
         )

@@ -14,7 +14,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError, NonFiniteError, OutOfMemoryError
 from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.training import optimizer as optimizing
-from example_trainer.training.skipping import SkippedBatches
+from example_trainer.training.step import SkippedBatches
 from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group

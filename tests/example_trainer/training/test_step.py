@@ -12,15 +12,13 @@ import pytest
 import torch
 
 from example_trainer.algorithm.advantages import group_advantages
-from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch, parse_batch
-from example_trainer.batch.packing import empty_bin, pack_batch
+from example_trainer.batch.packing import PackedBin, empty_bin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, Geometry
 from example_trainer.process import StopRequested, StopSignal
-from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.step import BatchGradients, make_objective, warm_up
+from example_trainer.training.step import BatchGradients, guarded_step, make_objective, warm_up
 from tests.example_trainer.parallel.spread_cases import comparable
 
 GEOMETRY = Geometry(

@@ -19,9 +19,8 @@ from example_trainer.errors import BatchError, NonFiniteError, OutOfMemoryError
 from example_trainer.models import Decoder
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training import step
-from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.step import make_objective, passes_ahead
+from example_trainer.training.step import guarded_step, make_objective, passes_ahead
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
 from tests.example_trainer.training.test_skipping import not_a_number, nothing_left

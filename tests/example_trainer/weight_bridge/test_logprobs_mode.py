@@ -13,8 +13,7 @@ import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from example_trainer.algorithm.losses import LossInputs, LossSettings
-from example_trainer.algorithm.losses.grpo import grpo
+from example_trainer.algorithm.losses import LossInputs, LossSettings, grpo
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.models.head import chosen_logprobs_of
