@@ -38,9 +38,12 @@ from bench.measured import measured
 from bench.weight_trips import weight_trips
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
 from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import ManagedProcess
-from example_trainer.child_processes.readiness import http_probe, wait_until
-from example_trainer.child_processes.supervisor import Supervisor
+from example_trainer.child_processes.processes import (
+    ManagedProcess,
+    Supervisor,
+    http_probe,
+    wait_until,
+)
 from example_trainer.launcher import roles
 
 SECONDS = 60.0

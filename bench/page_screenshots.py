@@ -27,9 +27,7 @@ if str(ROOT) not in sys.path:
 import httpx
 
 from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import ManagedProcess
-from example_trainer.child_processes.readiness import wait_until
-from example_trainer.child_processes.supervisor import Supervisor
+from example_trainer.child_processes.processes import ManagedProcess, Supervisor, wait_until
 from tests.headless_browser import LIVE as LIVE_STREAM
 from tests.headless_browser import Visit, find_browser, missing
 

@@ -38,7 +38,7 @@ from typing import Any
 from bench.gpu.processes import free_port
 from bench.measured import Options, command_line, measured, read_json
 from bench.public_server import PUBLIC, public_python
-from example_trainer.child_processes.supervisor import Supervisor
+from example_trainer.child_processes.processes import Supervisor
 from example_trainer.launcher import roles
 
 START_SECONDS = 180.0

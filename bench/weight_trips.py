@@ -19,7 +19,7 @@ from example_trainer.child_processes.ports import PortReservations
 from tests.fleet_trainer import Trainer, training
 from tests.light_servers import SOON, LightServer, Starter, bring_back
 
-STAND_IN = "example_trainer/parameter_server/engine.py"
+STAND_IN = "example_trainer/parameter_server/receiving.py"
 BUCKET_BYTES = 2048
 """So that the tiny model goes in several buckets."""
 

@@ -27,7 +27,7 @@ from typing import Any
 from atroposlib.utils.waiting import LOG_EVERY
 from example_trainer.api_keys import revealed
 from example_trainer.batch.client import RefusedError, ServiceConnection
-from example_trainer.batch.fields import GroupError
+from example_trainer.batch.groups import GroupError
 from example_trainer.command_line import Parser, add_section, checked, checked_config, read_flags
 from example_trainer.config import (
     AlgorithmOptions,

@@ -44,8 +44,7 @@ from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
 from example_trainer.batch.problems import GSM8K, Problem, Task, find_task
 from example_trainer.batch.reader import BatchReader
 from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import ProcessError
-from example_trainer.child_processes.supervisor import Supervisor
+from example_trainer.child_processes.processes import ProcessError, Supervisor
 from example_trainer.command_line import add_section, checked_config
 from example_trainer.config import (
     AlgorithmOptions,

@@ -21,9 +21,13 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from example_trainer.child_processes.ports import PortReservations  # noqa: E402
-from example_trainer.child_processes.processes import ManagedProcess  # noqa: E402
-from example_trainer.child_processes.readiness import Probe, http_probe, wait_until  # noqa: E402
-from example_trainer.child_processes.supervisor import Supervisor  # noqa: E402
+from example_trainer.child_processes.processes import (  # noqa: E402
+    ManagedProcess,
+    Probe,
+    Supervisor,
+    http_probe,
+    wait_until,
+)
 from example_trainer.launcher import roles  # noqa: E402
 from tests.forked_commands import ForkedProcess, shared_fork_servers  # noqa: E402
 from tests.full_disks import KINDS, FullDisk, disk_of_kind  # noqa: E402

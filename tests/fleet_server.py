@@ -45,8 +45,8 @@ from fastapi import Body
 
 from bench.call_trip import Trip
 from example_trainer.child_processes.guard import PR_SET_PDEATHSIG, prctl
-from example_trainer.parameter_server.engine import StillEngine
 from example_trainer.parameter_server.held import module_of
+from example_trainer.parameter_server.receiving import StillEngine
 from tests.geometries import config_of
 from vllm_patching.weights.families import Geometry
 from vllm_patching.weights.sharding import plan_shards

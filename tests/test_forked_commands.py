@@ -16,8 +16,7 @@ import httpx
 import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
-from example_trainer.child_processes.processes import ManagedProcess
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import ManagedProcess, wait_until
 from tests.conftest import ROOT, Processes
 from tests.forked_commands import Command, Forked, start_unguarded
 

@@ -21,7 +21,7 @@ from atroposlib.inference.server_manager import FleetFollower, ServerManager
 from atroposlib.service_client import RolloutServiceClient
 from atroposlib.web.connections import direct_client
 from example_trainer.api_keys import ServerKeys
-from example_trainer.child_processes import readiness
+from example_trainer.child_processes import processes
 from example_trainer.vllm_client import VLLMClient
 from example_trainer.weight_bridge.service_board import ServiceBoard
 from tests.recording_server import Recorder, recording
@@ -59,12 +59,12 @@ def trainer_asks_vllm(url: str) -> None:
 
 def script_asks(url: str) -> None:
     with suppress(OSError):
-        readiness.get_json(f"{url}/fleet", PATIENT, KEY)
+        processes.get_json(f"{url}/fleet", PATIENT, KEY)
 
 
 def script_posts(url: str) -> None:
     with suppress(OSError):
-        readiness.post_json(f"{url}/fleet/join", {"url": "http://h:1"}, PATIENT, KEY)
+        processes.post_json(f"{url}/fleet/join", {"url": "http://h:1"}, PATIENT, KEY)
 
 
 def collector_asks(url: str) -> None:

@@ -21,11 +21,10 @@ from pathlib import Path
 from example_trainer.api_keys import SECRETS
 from example_trainer.async_grpo.cluster import RayCluster
 from example_trainer.async_grpo.driver import Driver
-from example_trainer.async_grpo.fleet import ServiceFleet
 from example_trainer.async_grpo.roles import Commands
+from example_trainer.async_grpo.service import ServiceFleet, Silences
 from example_trainer.async_grpo.settings import Settings, read_settings
-from example_trainer.async_grpo.silence import Silences
-from example_trainer.child_processes.own_folder import private_files
+from example_trainer.child_processes.files import private_files
 from example_trainer.child_processes.processes import ProcessError
 from example_trainer.child_processes.run_keys import make_keys
 from example_trainer.errors import ConfigError

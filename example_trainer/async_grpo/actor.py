@@ -14,11 +14,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from example_trainer.async_grpo.launch import PYTHON, Launch
+from example_trainer.child_processes.files import write_whole
 from example_trainer.child_processes.guard import send
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import (
@@ -26,11 +26,65 @@ from example_trainer.child_processes.processes import (
     ProcessError,
     describe_exit,
     first_error,
+    http_probe,
     tail,
 )
-from example_trainer.child_processes.readiness import http_probe
-from example_trainer.child_processes.whole_files import write_whole
 from example_trainer.launcher.roles import environment_file
+
+# What a node is told about a process.
+#
+# Standard library alone: actors are made often, and must be light.
+
+PYTHON = "{python}"
+"""Stands in a command for the interpreter of the node on which it is started."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a role was put.
+
+    Attributes:
+        host: by which the other roles reach it; localhost where all nodes are one machine.
+        ports: those that it may listen on.
+        gpus: indices of its GPUs on that node.
+    """
+
+    host: str
+    ports: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def server(self) -> str:
+        """`host:port`."""
+        return f"{self.host}:{self.ports[0]}"
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`."""
+        return f"http://{self.server}"
+
+    @property
+    def listen(self) -> str:
+        """The address to listen on."""
+        return "127.0.0.1" if self.host == "localhost" else "0.0.0.0"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a node is told to start.
+
+    Attributes:
+        arguments: program and arguments; PYTHON for the interpreter there.
+        variables: on top of the node's; None removes one.
+        files: path within the run's folder -> text, written before.
+        stale: patterns within the run's folder of what is removed before.
+    """
+
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    stale: tuple[str, ...] = ()
+
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT_SECONDS = 30.0

@@ -21,8 +21,7 @@ from example_trainer.async_grpo.actor import (
     RoleProcess,
     project_ray,
 )
-from example_trainer.async_grpo.placement import NODE, Demand, Node
-from example_trainer.async_grpo.roles import Role
+from example_trainer.async_grpo.roles import NODE, Demand, Node, Role
 from example_trainer.errors import TrainerError
 from example_trainer.prerequisites import COMMANDS
 

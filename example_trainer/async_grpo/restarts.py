@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from example_trainer.async_grpo.actor import NodeNeeds
+from example_trainer.async_grpo.actor import Address, NodeNeeds
 from example_trainer.async_grpo.cluster import Pending, Seat
-from example_trainer.async_grpo.launch import Address
 from example_trainer.async_grpo.roles import Role
 
 LONGEST_DELAY = 60.0

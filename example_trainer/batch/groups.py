@@ -9,27 +9,757 @@ positions. Above 0 it is a placeholder wherever it stands, and not taken for a l
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.wire import TrainerSession
-from example_trainer.algorithm.advantages import Advantages, find_advantages
-from example_trainer.batch import fields
-from example_trainer.batch.fields import (
-    TOKEN_FIELDS,
-    GroupError,
-    Sampling,
-    SamplingRules,
-    age,
-    sampling_of,
-    teacher_logprobs,
-    versions_of,
+from atroposlib.wire import (
+    CONSTRAINED,
+    GROUP_FIELDS,
+    LARGEST_SCORE,
+    NEUTRAL,
+    PROMPT_LOGPROB,
+    NullWhereUnknown,
+    TrainerSession,
+    effective_version,
+    first_beyond,
 )
+from example_trainer.algorithm.advantages import Advantages, find_advantages
+
+# Readers of a group's fields, which `atroposlib.wire.ScoredDataGroup` lists, and the writer
+# of a row. Pure: no I/O, no state.
+
+# What every reader of a group raises: a leaf, so that the readers of single fields need not know
+# the reader of the whole.
+
+
+class GroupError(ValueError):
+    """A group does not hold what the wire promises. The message names the field."""
+
+
+# How old rollouts are, across the lives of a run's trainers, by the rule that the rollout service
+# has too. Pure.
+
+
+def version_on_line(
+    version: int, epoch: int | None, present: int, lives: Sequence[TrainerSession]
+) -> int:
+    """What weights count as on the line of weights that is trained on now. At most `present`.
+
+    Args:
+        version, epoch: of the weights; an epoch of None or 0: nobody said, or they are from before
+            any trainer.
+        present: the trainer's version.
+        lives: of the trainer's run, oldest first, the present one last.
+    """
+    if epoch:
+        version = effective_version(epoch, version, lives)
+    if (
+        version > present
+    ):  # of an earlier life that did not say so, or of a trainer that this one has replaced
+        version = lives[-1].start - 1 if lives else present
+    return min(version, present)
+
+
+def age(version: int, epoch: int | None, present: int, lives: Sequence[TrainerSession]) -> int:
+    """How many weight versions lie between the weights that something was sampled under and the
+    trainer's. Never negative.
+
+    Args:
+        version, epoch, present, lives: see version_on_line.
+    """
+    return present - version_on_line(version, epoch, present, lives)
+
+
+# A teacher's logprobs of the sampled tokens, out of the `distill_*` fields of a group. Pure: no
+# I/O, no state.
+#
+# On the wire, `distill_token_ids[i][t]` and `distill_logprobs[i][t]` are k token ids and the
+# teacher's logprobs of these in the place of `tokens[i][t]`, given the tokens before it: raw
+# log-softmax, at temperature 1. The sampled token's entry is usually the first. Positions that are
+# not trained hold anything, or nothing.
+
+ROUNDING = 1e-3
+"""How far above 0 a logprob may lie by rounding, in nats; further up it is no logprob, such as the
+1.0 of prompt positions."""
+LEAST = float(np.finfo(np.float32).min)
+_first = itemgetter(0)
+
+
+def teacher_logprobs(
+    group: Mapping[str, Any],
+    sequence: int,
+    tokens: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+) -> npt.NDArray[np.float32] | None:
+    """What the teacher says of one sequence's trained tokens.
+
+    Args:
+        group: as `/batch` returns it.
+        sequence: its number in the group.
+        tokens: [length] of the sequence.
+        positions: [n] which of them are trained, ascending.
+
+    Returns:
+        [n] float32 logprobs in nats, NaN where the sampled token is not among the ids; None if no
+        teacher scored the group.
+
+    Raises:
+        GroupError: the fields do not line up with each other or with the tokens, or hold what is no
+            logprob; names the index.
+    """
+    if group.get("distill_token_ids") is None and group.get("distill_logprobs") is None:
+        return None
+    ids, logprobs = (
+        _rows(group, name, sequence, len(tokens))
+        for name in ("distill_token_ids", "distill_logprobs")
+    )
+    trained, places = tokens[positions].tolist(), positions.tolist()
+    told = _of_first_entries(
+        list(map(ids.__getitem__, places)), list(map(logprobs.__getitem__, places)), trained
+    )
+    if told is not None:
+        return told
+    found = np.full(len(positions), np.nan, dtype=np.float32)
+    for n, (position, token) in enumerate(zip(places, trained, strict=True)):
+        where, candidates, scores = f"[{sequence}][{position}]", ids[position], logprobs[position]
+        if not isinstance(candidates, list) or not isinstance(scores, list):
+            raise GroupError(f"distill_token_ids{where} or distill_logprobs{where} is no list")
+        if len(candidates) != len(scores):
+            raise GroupError(
+                f"distill_logprobs{where} has {len(scores)} entries, distill_token_ids{where} has {len(candidates)}"
+            )
+        if token not in candidates:
+            continue
+        score = scores[candidates.index(token)]
+        if (
+            isinstance(score, bool)
+            or not isinstance(score, int | float)
+            or not LEAST <= score <= ROUNDING
+        ):
+            raise GroupError(
+                f"distill_logprobs{where} holds {score!r:.40} for token {token}, which is no logprob"
+            )
+        found[n] = score
+    return found
+
+
+def _of_first_entries(
+    ids: Sequence[Any], logprobs: Sequence[Any], tokens: Sequence[int]
+) -> npt.NDArray[np.float32] | None:
+    """The logprobs if everything is in order and each token's entry is the first, as it is in what
+    the SDK sends; else None.
+
+    No statement is run for each token: a batch has a million of them, and the thread that reads it
+    shares its interpreter with the one that trains.
+    """
+    if not set(map(type, ids)) | set(map(type, logprobs)) <= {list}:
+        return None
+    if (
+        not all(ids)
+        or list(map(len, ids)) != list(map(len, logprobs))
+        or list(map(_first, ids)) != tokens
+    ):
+        return None
+    scores = list(map(_first, logprobs))
+    if not set(map(type, scores)) <= {int, float}:
+        return None
+    try:
+        values = np.array(scores, dtype=np.float64)
+    except OverflowError:
+        return None
+    return values.astype(np.float32) if ((values >= LEAST) & (values <= ROUNDING)).all() else None
+
+
+def _rows(group: Mapping[str, Any], name: str, sequence: int, length: int) -> list[Any]:
+    """The field's lists for one sequence, one for each of its tokens."""
+    values, tokens = group.get(name), group["tokens"]
+    if not isinstance(values, list) or len(values) != len(tokens):
+        raise GroupError(f"{name} has {_count(values)} entries, tokens has {len(tokens)} sequences")
+    row = values[sequence]
+    if not isinstance(row, list) or len(row) != length:
+        count = _count(row)
+        raise GroupError(f"{name}[{sequence}] has {count} entries, tokens[{sequence}] has {length}")
+    return row
+
+
+def _count(values: Any) -> int | str:
+    if not isinstance(values, list):
+        return "no"
+    return len(values)
+
+
+# The numbers that a rollout has for each of its trained tokens.
+#
+# `TOKEN_FIELDS` lists them once. Sequences, bins and the messages between ranks carry whatever is in
+# it, so a new field is one line here. If a group brings the field along as one number for each token,
+# `wire` names it and the group reader fills it in; the field's own line in
+# `atroposlib.wire.ScoredDataGroup` describes it for environments and the service.
+
+UNKNOWN_VERSION = -1
+
+
+@dataclass(frozen=True)
+class TokenField:
+    """One number for each trained token.
+
+    Attributes:
+        dtype: of the number.
+        fill: stands where a sequence has no number.
+        wire: field of a group that holds it for each token; None if the group reader works it out.
+        largest: a number above it is a placeholder, as 1.0 is at prompt positions, and is replaced
+            by `fill`. None if every number counts.
+        ordering: whether the numbers decide, with the rest of a rollout's content, which bin the
+            rollout comes into where lengths are equal; "unless_filled": if they are not all `fill`.
+    """
+
+    dtype: type[np.int64] | type[np.float32]
+    fill: float
+    wire: str | None = None
+    largest: float | None = None
+    ordering: Literal["always", "unless_filled", "never"] = "always"
+
+    def filled(self, length: int) -> npt.NDArray[Any]:
+        """Return the numbers of tokens that have none."""
+        return np.full(length, self.fill, dtype=self.dtype)
+
+    def orders(self, row: npt.NDArray[Any]) -> bool:
+        """Return True if these numbers decide where their rollout goes."""
+        if self.ordering == "unless_filled":
+            return not np.array_equal(row, self.filled(len(row)), equal_nan=True)
+        return self.ordering == "always"
+
+
+TOKEN_FIELDS = {
+    "advantages": TokenField(np.float32, 0.0),
+    "rollout_logprobs": TokenField(np.float32, math.nan, "inference_logprobs", ROUNDING),
+    # The weight version that the token was sampled under, on the trainer's line of weights.
+    "versions": TokenField(np.int64, UNKNOWN_VERSION),
+    # The temperature that the token was sampled at; its logits are divided by it.
+    "temperatures": TokenField(np.float32, 1.0, ordering="unless_filled"),
+    "teacher_logprobs": TokenField(np.float32, math.nan, ordering="unless_filled"),
+    # They are the same bits whether workers send them or the trainer computes them, so they must
+    # not decide where a rollout goes.
+    "reference_logprobs": TokenField(
+        np.float32, math.nan, "ref_logprobs", ROUNDING, ordering="never"
+    ),
+}
+
+
+# Which weights sampled which token, out of the fields of a group. Pure: no I/O, no state.
+
+
+def versions_of(
+    group: Mapping[str, Any],
+    sequence: int,
+    oldest: tuple[int | None, int | None],
+    counts: tuple[int, int],
+    present: int,
+    lives: Sequence[TrainerSession],
+) -> tuple[npt.NDArray[np.int64] | None, str | None]:
+    """The weight version of each trained token of a sequence, on the trainer's line of weights.
+
+    Args:
+        sequence: its number in the group.
+        oldest: version and epoch of the oldest weights behind it, None where nobody said: all of
+            its tokens count as theirs where no more is said.
+        counts: its sampled tokens, and how many of these are trained: nothing predicts a first
+            token.
+        present: the trainer's version.
+        lives: of its run; see ages.
+
+    Returns:
+        [trained] int64, None where nothing is said; and what was wrong with spans that do not fit,
+        which are passed over.
+    """
+    sampled, trained = counts
+    versions = None
+    if oldest[0] is not None:
+        versions = np.full(
+            trained, version_on_line(oldest[0], oldest[1], present, lives), dtype=np.int64
+        )
+    spans, epochs = (
+        group.get(name) or [] for name in ("weight_version_spans", "weight_epoch_spans")
+    )  # fmt: skip
+    try:
+        if not isinstance(spans, list) or not isinstance(epochs, list):
+            raise TypeError("weight_version_spans or weight_epoch_spans is no list")
+        if sequence >= len(spans) or spans[sequence] is None:
+            return versions, None
+        said = _expand(
+            spans[sequence],
+            epochs[sequence] if sequence < len(epochs) else None,
+            sampled,
+            present,
+            lives,
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        return versions, str(error)
+    return said[sampled - trained :], None
+
+
+def _expand(
+    spans: Any, epochs: Any, sampled: int, present: int, lives: Sequence[TrainerSession]
+) -> npt.NDArray[np.int64]:
+    """One version for each sampled token, from `[[version, tokens], …]` and, if it is there,
+    `[epoch, …]`.
+    """
+    pairs = [(int(version), int(tokens)) for version, tokens in spans]
+    versions, counts = [version for version, _ in pairs], [tokens for _, tokens in pairs]
+    span_epochs: list[int | None] = [None] * len(pairs)
+    if epochs is not None:
+        span_epochs = [int(epoch) for epoch in epochs]
+    if len(span_epochs) != len(counts):
+        raise ValueError(
+            f"weight_epoch_spans has {len(span_epochs)} entries, "
+            f"weight_version_spans has {len(counts)}"
+        )
+    if min(counts, default=0) < 0 or sum(counts) != sampled:
+        raise ValueError(
+            f"weight_version_spans {counts} do not add up to its {sampled} trained tokens"
+        )
+    line = [
+        version_on_line(version, epoch, present, lives)
+        for version, epoch in zip(versions, span_epochs, strict=True)
+    ]
+    return np.repeat(np.array(line, dtype=np.int64), counts)
+
+
+# The distribution that a sequence was sampled from, out of `sampling_params`, and whether it can
+# be trained on. Pure.
+#
+# `sampling_params[i]` is an object of numbers: `temperature`, and what is not neutral of `top_p`,
+# `top_k`, `min_p`, penalties and `min_tokens`; and `max_tokens`, which only ends an answer. Where
+# turns were sampled in different ways it is a list of such objects, each with `tokens`, the number of
+# sampled tokens that it is of.
+#
+# The trainer recomputes the logprob of each token under softmax(logits / temperature) over the whole
+# vocabulary. What else shaped the distribution is unknown to it: see BIAS.
+
+IDLE = {**NEUTRAL, CONSTRAINED: (0.0,)}
+"""Parameter that changes the distribution -> the values at which it does not."""
+BIAS = (
+    "the server's logprobs are of the distribution that was left or shifted, the trainer's of the whole one: ratios are off by "
+    "the probability that was cut away or moved, clipping and corrections take that for drift, and tokens that could not be "
+    "sampled are never learned"
+)
+
+LEAST_TEMPERATURE = 1e-2
+"""Below it samplers take the likeliest token, or another temperature than they were asked for (vLLM
+this one), and logits divided by it leave float32."""
+GREATEST_TEMPERATURE = float(np.finfo(np.float32).max)
+
+TAKEN_ON_TRUST = (
+    "%s cannot be asked which logprobs it hands out; they are taken to be of temperature %g, as its tokens. If it is a vLLM "
+    "without --logprobs-mode processed_logprobs they are not, and training goes in a wrong direction"
+)
+
+
+MUST_BE_SAID = (
+    ". The logprobs of %s are those at the temperature that it sampled at: unless that is the same, every ratio is wrong. Give "
+    "that temperature as --temperature, or let the environment send sampling_params"
+)
+
+
+@dataclass(frozen=True)
+class SamplerLogprobs:
+    """What the vLLM servers say of the logprobs that they hand out.
+
+    Attributes:
+        raw: addresses of those whose logprobs are before any temperature.
+        unknown: of those that could not be asked.
+        processed: of those whose logprobs are of the distribution that they sample from, at its
+            temperature.
+    """
+
+    raw: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    processed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SamplingRules:
+    """What may be trained on.
+
+    Attributes:
+        allow_narrowed: sequences too that parameters of IDLE changed the distribution of.
+        deterministic: the trainer computes at temperature 1 alone.
+        servers: where sequences may be from.
+    """
+
+    allow_narrowed: bool = False
+    deterministic: bool = False
+    servers: SamplerLogprobs = field(default_factory=SamplerLogprobs)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a sequence was sampled.
+
+    Attributes:
+        temperatures: [sampled] float32; None where nobody said.
+        max_tokens: limit of the last request; None where nobody said.
+        narrowed: parameters that changed the distribution otherwise, as "top_p 0.9".
+    """
+
+    temperatures: npt.NDArray[np.float32] | None = None
+    max_tokens: int | None = None
+    narrowed: tuple[str, ...] = ()
+
+    def last_temperatures(self, count: int) -> npt.NDArray[np.float32] | None:
+        """Return the temperatures of the last sampled tokens; None if they are unknown."""
+        if self.temperatures is None:
+            return None
+        return self.temperatures[len(self.temperatures) - count :]
+
+
+def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -> Sampling:
+    """Read a sequence's entry of `sampling_params`.
+
+    Args:
+        entry: None where nothing is said.
+        sequence: its number in the group, for messages.
+        sampled: its sampled tokens.
+
+    Raises:
+        GroupError: it is no such entry, or says what must not be trained on.
+    """
+    if entry is None:
+        return Sampling()
+    where = f"sampling_params[{sequence}]"
+    spans = entry if isinstance(entry, list) else [entry]
+    if not spans or not all(isinstance(span, Mapping) for span in spans):
+        raise GroupError(f"{where} is no object of numbers, nor a list of such: {str(entry)[:80]}")
+    numbers = [
+        {
+            name: _number(span, name, where)
+            for name in (*IDLE, "temperature", "max_tokens", "tokens")
+        }
+        for span in spans
+    ]
+    temperatures = [span["temperature"] for span in numbers]
+    counts = (
+        [sampled] if not isinstance(entry, list) else [int(span["tokens"] or 0) for span in numbers]
+    )
+    if min(counts) < 0:
+        raise GroupError(
+            f"{where} says how {counts} tokens were sampled, of which none can be fewer than 0"
+        )
+    if sum(counts) != sampled:
+        # An environment may train on fewer tokens than were sampled; which ones, only their
+        # temperatures ask.
+        if len(set(temperatures)) > 1:
+            raise GroupError(
+                f"{where} says how {counts} tokens were sampled, at different temperatures, and the mask leaves {sampled} that "
+                "are not -100: parts must add up to these, so leave out those of turns that are masked"
+            )
+        temperatures, counts = temperatures[:1], [sampled]
+    for temperature in temperatures:
+        _require_usable(temperature, sequence, rules)
+    narrowed = {
+        f"{name} {span[name]:g}"
+        for span in numbers
+        for name, idle in IDLE.items()
+        if span[name] not in (None, *idle)
+    }
+    if narrowed and not rules.allow_narrowed:
+        raise GroupError(
+            f"sequence {sequence} was sampled with {', '.join(sorted(narrowed))}, which training knows nothing of: sample "
+            "without, or give --allow-truncated-sampling"
+        )
+    said = [temperature for temperature in temperatures if temperature is not None]
+    return Sampling(
+        np.repeat(np.array(said, dtype=np.float32), counts) if len(said) == len(counts) else None,
+        None if numbers[-1]["max_tokens"] is None else int(numbers[-1]["max_tokens"]),
+        tuple(sorted(narrowed)),
+    )
+
+
+def _number(span: Mapping[str, Any], name: str, where: str) -> float | None:
+    value = span.get(name)
+    if value is None:
+        return None
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (name != "temperature" and not math.isfinite(value))
+    ):
+        raise GroupError(f"{where} has {name} {value!r:.40}, which is no finite number")
+    return float(value)
+
+
+def _require_usable(temperature: float | None, sequence: int, rules: SamplingRules) -> None:
+    if temperature is None or temperature == 1.0:
+        return
+    told = f"sequence {sequence} was sampled at temperature {temperature:g}"
+    if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
+        how = ", greedily" if 0 <= temperature < LEAST_TEMPERATURE else ""
+        raise GroupError(
+            f"{told}{how}, which is no distribution to learn from: let the environment sample training data at a temperature "
+            f"of at least {LEAST_TEMPERATURE:g}, and send no evaluations"
+        )
+    if rules.deterministic:
+        raise GroupError(
+            f"{told}, and --deterministic computes at 1 alone: let the environment sample at temperature 1"
+        )
+    if rules.servers.raw:
+        raise GroupError(
+            f"{told}, but the logprobs of {rules.servers.raw[0]} are those before any temperature (raw_logprobs), so that "
+            "training would go in a wrong direction: start the server with --logprobs-mode processed_logprobs, or let the "
+            "environment sample at temperature 1"
+        )
+
+
+def number_rows(
+    group: Mapping[str, Any],
+    name: str,
+    kind: type[np.int64] | type[np.float32],
+    count: int | None = None,
+) -> list[npt.NDArray[Any]]:
+    """Read numbers for each token of each sequence.
+
+    Args:
+        count: sequences of the group; None if this field decides it.
+
+    Raises:
+        GroupError: there are none, or something else.
+    """
+    value = group.get(name)
+    if not isinstance(value, list) or not value:
+        raise GroupError(f"{name} is missing or empty")
+    try:
+        with np.errstate(
+            over="ignore"
+        ):  # callers refuse infinities where they matter, with the place
+            numbers = [np.asarray(row, dtype=kind) for row in value]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise GroupError(f"{name} is no list of lists of numbers ({error})") from error
+    if any(row.ndim != 1 for row in numbers):
+        raise GroupError(f"{name} is no list of lists of numbers")
+    if count is not None and len(numbers) != count:
+        raise GroupError(f"{name} has {len(numbers)} sequences, tokens has {count}")
+    return numbers
+
+
+def token_rows(
+    group: Mapping[str, Any], count: int, unread: Container[str] = ()
+) -> dict[str, list[npt.NDArray[Any]]]:
+    """Read the fields of TOKEN_FIELDS that a group brings along as one number for each token.
+
+    Args:
+        count: sequences of the group.
+        unread: names of fields to pass over.
+
+    Returns:
+        By the field's name: for each sequence, a number for each of its tokens.
+
+    Raises:
+        GroupError: one of them is not numbers for each sequence.
+    """
+    return {
+        name: number_rows(group, field.wire, field.dtype, count)
+        for name, field in TOKEN_FIELDS.items()
+        if field.wire and name not in unread and group.get(field.wire)
+    }
+
+
+def at_positions(
+    rows_of: Mapping[str, Sequence[npt.NDArray[Any]]],
+    i: int,
+    length: int,
+    positions: npt.NDArray[np.int64],
+) -> dict[str, npt.NDArray[Any] | None]:
+    """Return the numbers of sequence `i` that `token_rows` read, at its trained tokens.
+
+    Args:
+        length: tokens of the sequence.
+        positions: [n] which of them are trained.
+
+    Raises:
+        GroupError: see at_trained.
+    """
+    return {name: at_trained(name, rows[i], i, length, positions) for name, rows in rows_of.items()}
+
+
+def at_trained(
+    name: str, row: npt.NDArray[Any], i: int, length: int, positions: npt.NDArray[np.int64]
+) -> npt.NDArray[Any]:
+    """Return the numbers of a sequence's trained tokens, placeholders replaced by the fill value.
+
+    Args:
+        name: of the field in TOKEN_FIELDS.
+        row: its numbers for sequence `i`.
+        length: tokens of the sequence.
+        positions: [n] which of them are trained.
+
+    Raises:
+        GroupError: the row is not as long as the sequence, or holds what is not a number.
+    """
+    field = TOKEN_FIELDS[name]
+    if len(row) != length:
+        raise GroupError(f"{field.wire}[{i}] has {len(row)} entries, tokens[{i}] has {length}")
+    trained = row[positions]
+    if not np.isfinite(trained).all():
+        raise GroupError(f"{field.wire}[{i}] holds NaN or infinity at a trained position")
+    if field.largest is None:
+        return trained
+    return np.where(trained > field.largest, field.dtype(field.fill), trained)
+
+
+def wire_row(
+    length: int, positions: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+) -> list[float]:
+    """Return a sequence's row of logprobs for the wire: floats that are these float32 numbers
+    exactly, as JSON then writes them.
+
+    Args:
+        length: tokens of the sequence.
+        positions: [n] which of them have a logprob.
+        logprobs: [n] float32.
+    """
+    row = np.full(length, PROMPT_LOGPROB, dtype=np.float64)
+    row[positions] = logprobs
+    values: list[float] = row.tolist()
+    return values
+
+
+def per_sequence(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
+    """Return one entry for each sequence, None where it is unknown.
+
+    Raises:
+        GroupError: there are more or fewer.
+    """
+    values = group.get(name) or [None] * count
+    if not isinstance(values, list):
+        if isinstance(GROUP_FIELDS[name], NullWhereUnknown):
+            return [None] * count
+        raise GroupError(f"{name} has no entries, tokens has {count} sequences")
+    if len(values) != count:
+        raise GroupError(f"{name} has {len(values)} entries, tokens has {count} sequences")
+    return values
+
+
+def optional_ints(group: Mapping[str, Any], name: str, count: int) -> list[int | None]:
+    """One number for each sequence, None where there is none.
+
+    Raises:
+        GroupError: there are more or fewer, or something else.
+    """
+    values = per_sequence(group, name, count)
+    try:
+        return [None if value is None else int(np.int64(int(value))) for value in values]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise GroupError(f"{name} holds something that is no number ({error!s:.80})") from error
+
+
+def read_words(group: Mapping[str, Any], name: str, count: int) -> list[str | None]:
+    """Return one word for each sequence, None where there is none.
+
+    Raises:
+        GroupError: there are more or fewer.
+    """
+    values = per_sequence(group, name, count)
+    return [None if value is None else str(value) for value in values]
+
+
+def read_truths(group: Mapping[str, Any], name: str, count: int) -> list[bool | None]:
+    """Return true or false for each sequence, None where there is neither.
+
+    Raises:
+        GroupError: there are more or fewer.
+    """
+    values = per_sequence(group, name, count)
+    return [value if isinstance(value, bool) else None for value in values]
+
+
+def read_scores(group: Mapping[str, Any], count: int) -> list[float]:
+    """The environment's reward of each sequence.
+
+    Raises:
+        GroupError: there is not one finite number for each, or one is too large to compute with.
+    """
+    values = group.get("scores")
+    if not isinstance(values, list):
+        raise GroupError(f"scores has no entries, tokens has {count} sequences")
+    if len(values) != count:
+        raise GroupError(f"scores has {len(values)} entries, tokens has {count} sequences")
+    if any(
+        isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)
+        for score in values
+    ):
+        raise GroupError(f"scores holds something that is no finite number: {values!s:.200}")
+    if (beyond := first_beyond(values, LARGEST_SCORE)) is not None:
+        raise GroupError(
+            f"scores[{beyond}] is {values[beyond]:g}: its magnitude must be at most {LARGEST_SCORE:g}"
+        )
+    return [float(score) for score in values]
+
+
+def own_advantages(
+    group: Mapping[str, Any], lengths: Sequence[int]
+) -> list[npt.NDArray[np.float32]] | None:
+    """The advantages that a group brings along, one for each token of each sequence; None if it
+    brings none.
+
+    Raises:
+        GroupError: they are neither a number for each sequence nor one for each of its tokens, or
+            too large to compute with.
+    """
+    values = group.get("advantages")
+    if values is None:
+        return None
+    if not isinstance(values, list) or len(values) != len(lengths):
+        raise GroupError(f"advantages does not have one entry for each of {len(lengths)} sequences")
+    advantages = []
+    for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
+        try:
+            with np.errstate(over="ignore"):  # an infinity is refused below
+                row = np.asarray(value, dtype=np.float32)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise GroupError(
+                f"advantages[{i}] is neither a number nor a list of numbers"
+            ) from error
+        if row.shape in ((), (1,)):
+            row = np.full(length, row.item(), dtype=np.float32)
+        if row.shape != (length,) or not np.isfinite(row).all():
+            raise GroupError(
+                f"advantages[{i}] is neither a finite number nor {length} of them, one per token"
+            )
+        if len(row) and (largest := float(np.abs(row).max())) > LARGEST_SCORE:
+            raise GroupError(
+                f"advantages[{i}] holds {largest:g}: its magnitude must be at most {LARGEST_SCORE:g}"
+            )
+        advantages.append(row)
+    return advantages
+
+
+def read_zeroed(group: Mapping[str, Any], count: int, ignored: set[str]) -> list[bool]:
+    """Which sequences an override sets to advantage 0. Names of overrides that mean nothing here
+    are added to `ignored`.
+
+    Raises:
+        GroupError: there is not one object for each sequence, or none for the group.
+    """
+    overrides = [one or {} for one in per_sequence(group, "overrides", count)]
+    whole = group.get("group_overrides") or {}
+    for name, one in [
+        ("group_overrides", whole),
+        *((f"overrides[{i}]", one) for i, one in enumerate(overrides)),
+    ]:
+        if not isinstance(one, Mapping):
+            raise GroupError(f"{name} is no object: {one!r:.80}")
+        ignored.update(set(one) - {"set_advantage_to_zero"})
+    return [
+        bool(whole.get("set_advantage_to_zero") or one.get("set_advantage_to_zero"))
+        for one in overrides
+    ]
+
 
 # What is made of answers that ran into their limit, and of sequences that are too long for the
 # trainer. Pure.
@@ -323,19 +1053,19 @@ class _GroupReader:
         Raises:
             GroupError: it is not valid, or must not be trained on.
         """
-        tokens = fields.rows(group, "tokens", np.int64)
+        tokens = number_rows(group, "tokens", np.int64)
         count = len(tokens)
-        scores = fields.scores(group, count)
-        masks = fields.rows(group, "masks", np.int64, count)
-        rows = fields.token_rows(group, count, self._unread)
+        scores = read_scores(group, count)
+        masks = number_rows(group, "masks", np.int64, count)
+        rows = token_rows(group, count, self._unread)
         versions, epochs = (
-            fields.optional_ints(group, f"weight_{name}", count) for name in ("versions", "epochs")
+            optional_ints(group, f"weight_{name}", count) for name in ("versions", "epochs")
         )
-        own = fields.own_advantages(group, [len(row) for row in tokens])
-        zeroed = fields.zeroed(group, count, self.batch.ignored_overrides)
-        params = fields.per_sequence(group, "sampling_params", count)
-        reasons = fields.words(group, "finish_reasons", count)
-        successes = fields.truths(group, "successes", count)
+        own = own_advantages(group, [len(row) for row in tokens])
+        zeroed = read_zeroed(group, count, self.batch.ignored_overrides)
+        params = per_sequence(group, "sampling_params", count)
+        reasons = read_words(group, "finish_reasons", count)
+        successes = read_truths(group, "successes", count)
         sequences, shaped, unusable, narrowed = [], [], [], set[str]()
         for i, row in enumerate(tokens):
             self._check_tokens(row, masks[i], i)
@@ -347,7 +1077,7 @@ class _GroupReader:
                 unusable.append(f"sequence {i} of group {number}: {problem}")
             sampling = sampling_of(params[i], i, len(sampled), self.rules.sampling)
             narrowed.update(sampling.narrowed)
-            trained = fields.at_positions(rows, i, len(row), positions)
+            trained = at_positions(rows, i, len(row), positions)
             trained["versions"] = by_token
             trained["temperatures"] = sampling.last_temperatures(len(positions))
             if self.rules.teacher:

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from example_trainer.algorithm.advantages import Normalisation, token_weights
-from example_trainer.batch.fields import TOKEN_FIELDS
-from example_trainer.batch.groups import Batch, TrainedSequence
+from example_trainer.batch.groups import TOKEN_FIELDS, Batch, TrainedSequence
 from example_trainer.models.packing import NO_PARENT, Packing
 
 # A batch as bins: packed tokens with everything that the loss needs, each of one forward and

@@ -29,7 +29,7 @@ from torch import Tensor
 from atroposlib.wire import TrainerSession
 from example_trainer.api_keys import revealed
 from example_trainer.batch.client import Registration, RolloutClient, TrainedBatch
-from example_trainer.batch.fields import SamplerLogprobs
+from example_trainer.batch.groups import SamplerLogprobs
 from example_trainer.batch.packing import PackedBin
 from example_trainer.batch.reader import BatchFigures, BatchReader, PackedBatch, ReadyBatch
 from example_trainer.config import TrainerConfig

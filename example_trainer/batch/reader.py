@@ -15,18 +15,16 @@ from atroposlib.wire import TrainerSession
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.objective import untaught_share
 from example_trainer.batch.client import TrainedBatch
-from example_trainer.batch.fields import (
+from example_trainer.batch.groups import (
     BIAS,
+    LENGTH,
     MUST_BE_SAID,
     TAKEN_ON_TRUST,
-    SamplerLogprobs,
-    SamplingRules,
-)
-from example_trainer.batch.groups import (
-    LENGTH,
     Batch,
     LengthRules,
     Rules,
+    SamplerLogprobs,
+    SamplingRules,
     TrainedSequence,
     parse_batch,
 )

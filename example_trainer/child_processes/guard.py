@@ -35,7 +35,7 @@ from pathlib import Path
 if not __package__:  # run by path: import from the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from example_trainer.child_processes.whole_files import cannot_write, write_whole
+from example_trainer.child_processes.files import cannot_write, write_whole
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

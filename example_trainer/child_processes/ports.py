@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 from types import TracebackType
 
-from example_trainer.child_processes.own_folder import open_own_folder
+from example_trainer.child_processes.files import open_own_folder
 from example_trainer.child_processes.processes import ProcessError
 
 LOWEST, HIGHEST = 20_000, 32_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -9,10 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
 
 from example_trainer.child_processes.guard import descendants, send
 
@@ -338,3 +343,202 @@ class ManagedProcess(RunningProcess):
         self.release()
         if code != 0:
             raise self.died()
+
+
+# Wait for something to become true: polled, with a deadline, and no longer than the processes live
+# that it needs.
+
+Probe = Callable[[], "str | None"]
+"""Answers None when ready, else what is still missing, in a few words."""
+
+
+def wait_until(
+    what: str,
+    probe: Probe,
+    seconds: float,
+    check: Callable[[], None] = lambda: None,
+    interval: float = 0.2,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> float:
+    """Poll until the probe answers None; returns the seconds that it took.
+
+    Args:
+        what: names the thing in the error.
+        probe: asked again and again.
+        seconds: the deadline.
+        check: called before each probe; raises when waiting on makes no sense, for instance because
+            a process died.
+        interval: seconds between two probes.
+        clock, sleep: the time to go by.
+
+    Raises:
+        ProcessError: not ready at the deadline; the message holds the probe's last answer.
+    """
+    start = clock()
+    while True:
+        check()
+        missing = probe()
+        waited = clock() - start
+        if missing is None:
+            return waited
+        if waited >= seconds:
+            raise ProcessError(f"{what} was not ready after {seconds:.0f} s: {missing}")
+        sleep(min(interval, seconds - waited))
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Take a redirect for an error: urllib would send the key to wherever it leads."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+# No proxy: these are servers on this machine.
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+
+
+def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:
+    """GET a URL on this machine and parse the JSON answer; None for an empty body.
+
+    Args:
+        url: what to ask for.
+        seconds: the deadline.
+        key: bearer token; empty for none.
+
+    Raises:
+        OSError: no connection, no answer in time, or a status of 400 and above
+            (urllib.error.HTTPError).
+        ValueError: the answer is no JSON.
+    """
+    request = urllib.request.Request(url, headers=_bearer(key))
+    with opener.open(request, timeout=seconds) as response:
+        body = response.read()
+    return json.loads(body) if body.strip() else None
+
+
+def post_json(url: str, body: Any, seconds: float = 5.0, key: str = "") -> None:
+    """POST JSON to a server of this run, whose answer nobody needs.
+
+    Arguments and errors as of `get_json`.
+    """
+    headers = {"Content-Type": "application/json", **_bearer(key)}
+    opener.open(
+        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=seconds
+    ).close()
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def http_probe(url: str, seconds: float = 5.0) -> Probe:
+    """A probe that is ready once GET `url` answers with a status below 400."""
+
+    def probe() -> str | None:
+        try:
+            with opener.open(url, timeout=seconds):
+                return None
+        except urllib.error.HTTPError as error:
+            return f"GET {url} answers {error.code}"
+        except OSError as error:
+            return f"GET {url}: {getattr(error, 'reason', error)}"
+
+    return probe
+
+
+# The processes of one run: wait for them, notice when one of them dies, and stop them all.
+
+P = TypeVar("P", bound=RunningProcess)
+
+
+class Supervisor:
+    """The processes of one run. Leaving its `with` block stops them all, the last started first."""
+
+    def __init__(self) -> None:
+        self.processes: list[RunningProcess] = []
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str | None] | None = None,
+        directory: Path | None = None,
+        grace: float = 10.0,
+        may_finish: bool = False,
+    ) -> ManagedProcess:
+        """Start one more; see ManagedProcess."""
+        return self.add(
+            ManagedProcess(name, command, log_path, environment, directory, grace, may_finish)
+        )
+
+    def add(self, process: P) -> P:
+        """Look after one that has been started."""
+        self.processes.append(process)
+        return process
+
+    def check(self) -> None:
+        """Raise ProcessDied if one of them is gone that should be running."""
+        for process in self.processes:
+            if process.is_missed():
+                raise process.died()
+
+    def wait_for_http(
+        self, process: RunningProcess, url: str, seconds: float, interval: float = 0.2
+    ) -> float:
+        """Wait until a server answers GET `url` with a status below 400; returns the seconds it
+        took.
+
+        Raises:
+            ProcessDied: it, or another process, died.
+            ProcessError: the deadline passed; the message ends with the last lines of its log.
+        """
+        missing = http_probe(url, min(seconds, 60.0))
+        try:
+            return wait_until(process.name, missing, seconds, self.check, interval)
+        except ProcessDied:
+            raise
+        except ProcessError as error:
+            raise ProcessError(f"{error}; log: {process.log_path}{process.last_words()}") from None
+
+    def stop(self, process: RunningProcess) -> int:
+        """Stop one, which `check` then no longer misses; returns its exit status."""
+        code = process.stop()
+        self.processes.remove(process)
+        return code
+
+    def finish(
+        self, process: ManagedProcess, seconds: float, idle: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait for one to end well while the others go on running; see ManagedProcess.wait.
+
+        Raises:
+            ProcessDied: this or another one ended with an error.
+        """
+        others = [other for other in self.processes if other is not process]
+
+        def look_round() -> None:
+            for other in others:
+                if other.is_missed():
+                    raise other.died()
+            idle()
+
+        process.wait(seconds, look_round)
+        self.processes.remove(process)
+
+    def stop_all(self) -> None:
+        """Stop what is still running, the last started first."""
+        while self.processes:
+            self.processes.pop().stop()
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop_all()

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from example_trainer.child_processes.files import cannot_write, write_whole
 from example_trainer.child_processes.processes import ProcessError
-from example_trainer.child_processes.whole_files import cannot_write, write_whole
 
 KEYS_FILE = "keys.env"
 SERVICE, VLLM = "ROLLOUT_API_KEY", "VLLM_API_KEY"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from example_trainer.algorithm.losses import k3
-from example_trainer.batch.fields import UNKNOWN_VERSION
+from example_trainer.batch.groups import UNKNOWN_VERSION
 from example_trainer.batch.packing import PackedBin
 from example_trainer.errors import TrainerError
 from vllm_patching.batch_invariant.provenance import provenance_difference

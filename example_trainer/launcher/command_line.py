@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from example_trainer.child_processes.files import disk_refusal
 from example_trainer.child_processes.processes import ProcessError
-from example_trainer.child_processes.whole_files import disk_refusal
 from example_trainer.launcher.errors import LauncherError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from atroposlib.utils.processes import Identity, identify, port_user
+from example_trainer.child_processes.files import private_files, write_whole
 from example_trainer.child_processes.guard import send
-from example_trainer.child_processes.own_folder import private_files
 from example_trainer.child_processes.ports import is_free
-from example_trainer.child_processes.processes import RunningProcess, describe_exit, start_guard
-from example_trainer.child_processes.supervisor import Supervisor
-from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.child_processes.processes import (
+    RunningProcess,
+    Supervisor,
+    describe_exit,
+    start_guard,
+)
 from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import join

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from example_trainer.child_processes.readiness import get_json, post_json
+from example_trainer.child_processes.processes import get_json, post_json
 from example_trainer.launcher.errors import LauncherError
 
 PROBE_SECONDS = 5.0

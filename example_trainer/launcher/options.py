@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.child_processes.files import write_whole
 from example_trainer.launcher.command_line import (
     ROOT,
     OneLineParser,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.utils.processes import Identity, boot_id, identify
-from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.child_processes.files import write_whole
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.parts import in_order, kind_of
 

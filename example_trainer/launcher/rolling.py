@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from example_trainer.child_processes.own_folder import private_files
+from example_trainer.child_processes.files import private_files
 from example_trainer.child_processes.processes import ProcessError
 from example_trainer.launcher.control import Part, Say, Starter, claimed
 from example_trainer.launcher.errors import LauncherError

@@ -9,8 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from example_trainer.child_processes.processes import ERROR_LINE, describe_exit, tail
-from example_trainer.child_processes.readiness import get_json, http_probe, opener
+from example_trainer.child_processes.processes import (
+    ERROR_LINE,
+    describe_exit,
+    get_json,
+    http_probe,
+    opener,
+    tail,
+)
 from example_trainer.launcher.fleet import Fleet, look
 from example_trainer.launcher.keys import KEYS_FILE, SERVICE, read_keys
 from example_trainer.launcher.parts import kind_of

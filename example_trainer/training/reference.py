@@ -18,8 +18,14 @@ import torch
 
 from atroposlib.wire import PROMPT_LOGPROB
 from example_trainer.algorithm.advantages import find_advantages
-from example_trainer.batch.fields import GroupError, SamplingRules, wire_row
-from example_trainer.batch.groups import Batch, Rules, parse_batch
+from example_trainer.batch.groups import (
+    Batch,
+    GroupError,
+    Rules,
+    SamplingRules,
+    parse_batch,
+    wire_row,
+)
 from example_trainer.batch.packing import PackedBin, pack_batch
 from example_trainer.batch.reader import CPU_TOKENS_PER_MICROBATCH
 from example_trainer.config import TrainerConfig

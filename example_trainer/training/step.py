@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from example_trainer.algorithm.advantages import is_import
-from example_trainer.algorithm.figures import StepFigures
 from example_trainer.algorithm.losses import LossSettings, find_loss, refuse_nonfinite
 from example_trainer.algorithm.objective import (
     CorrectionSettings,
     Objective,
     ObjectiveInputs,
+    StepFigures,
     bin_loss,
 )
 from example_trainer.batch.packing import PackedBin, completed_reference

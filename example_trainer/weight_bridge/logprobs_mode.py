@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from example_trainer.api_keys import revealed
-from example_trainer.batch.fields import TAKEN_ON_TRUST, SamplerLogprobs
+from example_trainer.batch.groups import TAKEN_ON_TRUST, SamplerLogprobs
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.parallel.ranks import Ranks

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from example_trainer.child_processes.files import open_own_folder
 from example_trainer.child_processes.guard import descendants, send
-from example_trainer.child_processes.own_folder import open_own_folder
 from example_trainer.errors import BridgeError
 from vllm_patching.protocol.messages import Writer, process_here, this_process
 

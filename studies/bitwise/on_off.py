@@ -43,8 +43,7 @@ from bench.gpu.processes import ended_by_sigterm
 from bench.gpu.runs import Results
 from bench.gpu.summary import table
 from bench.measured import Options, command_line, measured
-from example_trainer.child_processes.processes import ManagedProcess
-from example_trainer.child_processes.supervisor import Supervisor
+from example_trainer.child_processes.processes import ManagedProcess, Supervisor
 from studies.bitwise.summary import HEAD, differences, row_of
 
 MODES = {"on": "--batch-invariant", "off": "--no-batch-invariant"}

@@ -15,7 +15,7 @@ import pytest
 from bench.gpu.processes import BenchError, Task, Worker, all_stopped, ended_by_sigterm
 from bench.gpu.runs import Results
 from example_trainer.child_processes.guard import parents
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import wait_until
 from tests.conftest import ROOT
 from tests.gpu.bridge_fault_stage import Outcome, note_absence
 

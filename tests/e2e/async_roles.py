@@ -32,8 +32,7 @@ from typing import Any
 
 import httpx
 
-from example_trainer.async_grpo.actor import RoleProcess
-from example_trainer.async_grpo.launch import PYTHON, Address, Launch
+from example_trainer.async_grpo.actor import PYTHON, Address, Launch, RoleProcess
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.forked_commands import start_guard
 

@@ -19,7 +19,7 @@ import json, os, stat, sys
 from pathlib import Path
 from example_trainer.async_grpo.cluster import RayCluster
 from example_trainer.child_processes.guard import descendants
-from example_trainer.child_processes.own_folder import private_files
+from example_trainer.child_processes.files import private_files
 from tests.listening import listeners
 with private_files():
     cluster = RayCluster("own", dashboard=True)

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import torch
 
-from example_trainer.child_processes.readiness import http_probe
+from example_trainer.child_processes.processes import http_probe
 from example_trainer.launcher import roles
 from example_trainer.models.hf_checkpoint import load_model
 from tests import fleet_server

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import torch
 
-from example_trainer.child_processes.readiness import http_probe
+from example_trainer.child_processes.processes import http_probe
 from example_trainer.errors import BridgeError
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model

@@ -15,8 +15,7 @@ import torch
 
 from example_trainer.algorithm.advantages import BOUNDS, METHODS, Method, find_advantages
 from example_trainer.algorithm.advantages import BUILT_IN as ADVANTAGES
-from example_trainer.algorithm.figures import StepFigures
-from example_trainer.algorithm.objective import ObjectiveInputs, bin_loss
+from example_trainer.algorithm.objective import ObjectiveInputs, StepFigures, bin_loss
 from example_trainer.command_line import parse_config
 from example_trainer.config import (
     AlgorithmOptions,

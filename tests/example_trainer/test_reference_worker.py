@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from example_trainer.batch.client import ServiceConnection
-from example_trainer.batch.fields import GroupError
+from example_trainer.batch.groups import GroupError
 from example_trainer.config import ReferenceWorkerOptions
 from example_trainer.errors import ConfigError, RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal

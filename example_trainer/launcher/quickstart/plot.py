@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.child_processes.files import write_whole
 from example_trainer.launcher.quickstart.metrics import Step, number
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e7ec"

@@ -15,12 +15,10 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from example_trainer.child_processes.own_folder import private_files
+from example_trainer.child_processes.files import cannot_write, private_files, write_whole
 from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.child_processes.processes import ManagedProcess, Supervisor
 from example_trainer.child_processes.run_keys import SERVICE, VLLM
-from example_trainer.child_processes.supervisor import Supervisor
-from example_trainer.child_processes.whole_files import cannot_write, write_whole
 from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart.metrics import SHARE, TOOL_USE, MetricsFile, sampled

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import wait_until
 from tests.atroposlib.service.conftest import Service, environment, trainer
 from tests.conftest import Processes
 from tests.headless_browser import LIVE, Visit

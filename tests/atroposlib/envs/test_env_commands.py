@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import wait_until
 from tests.atroposlib.envs.env_stack import Stack
 
 pytestmark = pytest.mark.e2e

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import wait_until
 from tests.atroposlib.envs.env_stack import Stack
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import wait_until
 from tests.atroposlib.envs.env_stack import Stack
 from tests.atroposlib.envs.test_env_serving import ARITHMETIC, finished
 

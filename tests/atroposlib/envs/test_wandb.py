@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import wait_until
 from tests.atroposlib.envs.env_stack import OFFLINE, Stack
 
 ROOT = Path(__file__).resolve().parents[3]

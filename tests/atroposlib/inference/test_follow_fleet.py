@@ -22,7 +22,7 @@ from atroposlib.inference.server_manager import (
     ServerManager,
     same_address,
 )
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import wait_until
 from tests.atroposlib.envs.env_stack import OFFLINE, STANDIN, Stack
 
 pytestmark = pytest.mark.nightly

@@ -40,7 +40,7 @@ from typing import Any
 from bench.gpu.processes import free_port
 from bench.measured import measured
 from bench.rollout_api_load import machine, ours
-from example_trainer.child_processes.supervisor import Supervisor
+from example_trainer.child_processes.processes import Supervisor
 
 SEQUENCES, TOKENS = 4, 32
 """Sizes of each group."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.utils.files import use_private_files
-from example_trainer.child_processes.own_folder import private_files
+from example_trainer.child_processes.files import private_files
 from tests.atroposlib.service.conftest import Service, group
 
 KEY = "correct-horse-battery-staple"

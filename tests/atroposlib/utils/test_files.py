@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from atroposlib.utils import files as ours
 from atroposlib.utils.files import DISK_REFUSALS, KeptLines, append_whole
 from atroposlib.utils.log_lines import LogLines
-from example_trainer.child_processes import whole_files as theirs
+from example_trainer.child_processes import files as theirs
 from tests.full_disks import FullDisk, limited_files
 
 BOTH = pytest.mark.parametrize("module", [ours, theirs], ids=["atroposlib", "example_trainer"])

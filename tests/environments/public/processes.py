@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from bench.public_server import PUBLIC
-from example_trainer.child_processes.supervisor import Supervisor
+from example_trainer.child_processes.processes import Supervisor
 from example_trainer.launcher import roles
 
 ROOT = Path(__file__).resolve().parents[3]

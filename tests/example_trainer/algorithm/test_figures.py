@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from example_trainer.algorithm.figures import BinOutcome, StepFigures
+from example_trainer.algorithm.objective import BinOutcome, StepFigures
 
 CPU = torch.device("cpu")
 UNKNOWN = float("nan")

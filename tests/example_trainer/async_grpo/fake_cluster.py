@@ -6,15 +6,13 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from example_trainer.async_grpo.actor import Look, NodeProblem, NodeReport
+from example_trainer.async_grpo.actor import Address, Launch, Look, NodeProblem, NodeReport
 from example_trainer.async_grpo.cluster import SeatLost, SeatSilent
 from example_trainer.async_grpo.driver import Driver
-from example_trainer.async_grpo.launch import Address, Launch
-from example_trainer.async_grpo.placement import Demand, Node
 from example_trainer.async_grpo.restarts import Keeper, State
-from example_trainer.async_grpo.roles import Role
+from example_trainer.async_grpo.roles import Demand, Node, Role
+from example_trainer.async_grpo.service import Silences
 from example_trainer.async_grpo.settings import make_settings
-from example_trainer.async_grpo.silence import Silences
 
 KEYS = {"ROLLOUT_API_KEY": "r", "VLLM_API_KEY": "v"}
 

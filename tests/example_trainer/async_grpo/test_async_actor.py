@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.async_grpo.actor import NodeNeeds, NodeProblem, RoleProcess, writers
+from example_trainer.async_grpo.actor import (
+    PYTHON,
+    Launch,
+    NodeNeeds,
+    NodeProblem,
+    RoleProcess,
+    writers,
+)
 from example_trainer.async_grpo.cluster import _RayPending, first_line
-from example_trainer.async_grpo.launch import PYTHON, Launch
 from example_trainer.child_processes.ports import PortReservations
 from tests.conftest import wait_until
 from tests.full_disks import limited_files

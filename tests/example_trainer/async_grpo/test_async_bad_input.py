@@ -19,10 +19,9 @@ import yaml
 from example_trainer.async_grpo import actor
 from example_trainer.async_grpo.actor import RoleProcess, project_ray
 from example_trainer.async_grpo.driver import Driver, RunFailed
-from example_trainer.async_grpo.fleet import ServiceFleet
-from example_trainer.async_grpo.placement import Demand, Node
 from example_trainer.async_grpo.restarts import State
-from example_trainer.async_grpo.roles import Role
+from example_trainer.async_grpo.roles import Demand, Node, Role
+from example_trainer.async_grpo.service import ServiceFleet
 from example_trainer.async_grpo.settings import read_settings
 from tests.conftest import ROOT
 from tests.e2e.async_roles import light_commands, numbers

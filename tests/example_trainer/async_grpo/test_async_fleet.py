@@ -7,8 +7,8 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from example_trainer.async_grpo.fleet import ServiceFleet
-from example_trainer.async_grpo.launch import Address
+from example_trainer.async_grpo.actor import Address
+from example_trainer.async_grpo.service import ServiceFleet
 from tests.conftest import Processes
 
 OLD, NEW, OTHER = (Address("localhost", (port,)) for port in (7001, 7002, 7003))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.async_grpo.placement import (
+from example_trainer.async_grpo.restarts import LONGEST_DELAY, Ended, Policy, Row
+from example_trainer.async_grpo.roles import (
     EXACT,
     Demand,
     Node,
@@ -14,7 +15,6 @@ from example_trainer.async_grpo.placement import (
     hardest_first,
     refusal,
 )
-from example_trainer.async_grpo.restarts import LONGEST_DELAY, Ended, Policy, Row
 
 amount = st.integers(0, 8).map(lambda n: n / 2)
 resources = st.fixed_dictionaries({"CPU": amount, "GPU": st.integers(0, 4).map(float)})

@@ -22,16 +22,17 @@ from atroposlib.service.app import make_app
 from atroposlib.service.service import RolloutService
 from atroposlib.service.store import MemoryStore
 from example_trainer import reference_worker
+from example_trainer.async_grpo.actor import PYTHON, Address
 from example_trainer.async_grpo.cluster import ClusterError, RayCluster
-from example_trainer.async_grpo.launch import PYTHON, Address
-from example_trainer.async_grpo.placement import Node, refusal
 from example_trainer.async_grpo.roles import (
     NEEDED_KEYS,
     STOP_ORDER,
     Commands,
+    Node,
     Role,
     demands_of,
     natural,
+    refusal,
     roles_of,
 )
 from example_trainer.async_grpo.settings import Settings, make_settings, read_settings

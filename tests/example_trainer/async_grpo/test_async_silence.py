@@ -12,14 +12,13 @@ import httpx
 import pytest
 import yaml
 
-from example_trainer.async_grpo import actor, silence
+from example_trainer.async_grpo import actor, service
+from example_trainer.async_grpo.actor import Address
 from example_trainer.async_grpo.driver import Driver, RunFailed
-from example_trainer.async_grpo.fleet import ServiceFleet
-from example_trainer.async_grpo.launch import Address
 from example_trainer.async_grpo.restarts import State
+from example_trainer.async_grpo.service import ServiceFleet, Silences
 from example_trainer.async_grpo.settings import read_settings
-from example_trainer.async_grpo.silence import Silences
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import wait_until
 from tests.conftest import Processes
 from tests.e2e.async_roles import light_commands, numbers
 from tests.example_trainer.async_grpo.fake_cluster import Bench
@@ -145,7 +144,7 @@ def test_the_service_tells_of_others_and_its_own_silence_is_not_theirs(
         silence("environment-1", before)
         os.kill(service.command_pid(), signal.SIGSTOP)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("example_trainer.async_grpo.silence.ANSWER_SECONDS", 0.5)
+            patch.setattr("example_trainer.async_grpo.service.ANSWER_SECONDS", 0.5)
             silence("service", 1.0)
             assert (
                 silences.seconds("environment-1", 0.0)
@@ -171,8 +170,8 @@ def test_a_real_service_that_is_stopped_is_started_again_on_its_store(
 ) -> None:
     """Beside light roles. Nothing that it had accepted is lost, and nothing is trained on twice."""
     monkeypatch.setattr(actor, "ManagedProcess", ForkedProcess)
-    monkeypatch.setattr(silence, "LOOK_SECONDS", 0.5)
-    monkeypatch.setattr(silence, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(service, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(service, "ANSWER_SECONDS", 1.0)
     folder = tmp_path / "run"
     asked = {"device": "cpu", "silent_seconds": 4.0, "restart_delay": 0.1}
     text = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.async_grpo.steps import StepFollower
+from example_trainer.async_grpo.driver import StepFollower
 from example_trainer.observe.metrics import step_line
 from tests.example_trainer.async_grpo.fake_cluster import Bench
 from tests.example_trainer.observe.test_metrics import row_of_a_step

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.wire import TrainerSession
-from example_trainer.batch.fields import age
+from example_trainer.batch.groups import age
 
 # Killed at 17, resumed at 10; killed again, resumed at 12.
 LIVES = [TrainerSession(100, 0), TrainerSession(200, 10), TrainerSession(300, 12)]

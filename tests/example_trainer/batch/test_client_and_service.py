@@ -12,7 +12,7 @@ import pytest
 
 from example_trainer.batch import client as rollout_client
 from example_trainer.batch.client import FetchedBatch, RolloutClient
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import wait_until
 from example_trainer.errors import RolloutServiceError
 from tests.conftest import Processes
 from tests.example_trainer.batch.registration import REGISTRATION, group

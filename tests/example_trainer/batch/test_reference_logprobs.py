@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from atroposlib.wire import PROMPT_LOGPROB
-from example_trainer.batch.fields import wire_row
-from example_trainer.batch.groups import Batch, Rules, parse_batch
+from example_trainer.batch.groups import Batch, Rules, parse_batch, wire_row
 from example_trainer.batch.packing import PackedBin, completed_reference, pack_batch, part_of
 
 OPTIONAL = Rules(reference="optional")

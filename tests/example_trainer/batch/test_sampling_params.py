@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from example_trainer.batch.fields import GroupError, SamplerLogprobs, SamplingRules, sampling_of
+from example_trainer.batch.groups import GroupError, SamplerLogprobs, SamplingRules, sampling_of
 from example_trainer.batch.reader import BatchReader
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError

@@ -20,7 +20,7 @@ from atroposlib import service_client
 from atroposlib.service_client import RolloutServiceClient
 from atroposlib.utils import waiting
 from example_trainer.batch.client import FetchedBatch, RolloutClient
-from example_trainer.child_processes.readiness import wait_until
+from example_trainer.child_processes.processes import wait_until
 from example_trainer.errors import RolloutServiceError
 from tests.conftest import Processes
 from tests.example_trainer.batch.registration import REGISTRATION, group

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.batch.fields import GroupError, teacher_logprobs
+from example_trainer.batch.groups import GroupError, teacher_logprobs
 from example_trainer.batch.reader import BatchReader
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError

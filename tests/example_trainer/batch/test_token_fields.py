@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from atroposlib.wire import PER_TOKEN
-from example_trainer.batch.fields import TOKEN_FIELDS, TokenField
-from example_trainer.batch.groups import Batch, parse_batch
+from example_trainer.batch.groups import TOKEN_FIELDS, Batch, TokenField, parse_batch
 from example_trainer.batch.packing import PackedBin, empty_bin, pack_batch, part_of
 from example_trainer.batch.prefetch import decode, encode
 

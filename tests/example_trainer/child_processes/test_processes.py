@@ -20,10 +20,10 @@ from example_trainer.child_processes.processes import (
     ManagedProcess,
     ProcessDied,
     ProcessError,
+    Supervisor,
     describe_exit,
     tail,
 )
-from example_trainer.child_processes.supervisor import Supervisor
 from tests.conftest import ROOT
 
 # Starts a child in the same group and one in a session of its own, writes the three process ids,
@@ -102,7 +102,7 @@ def test_children_of_a_process_that_ended_are_swept_up_and_its_status_kept(tmp_p
 STARTER = """
 import signal, sys, time
 from pathlib import Path
-from example_trainer.child_processes.supervisor import Supervisor
+from example_trainer.child_processes.processes import Supervisor
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
 with Supervisor() as supervisor:
     for number in range(2):

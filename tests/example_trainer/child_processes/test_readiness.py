@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 
 from example_trainer.child_processes.ports import HIGHEST, LOWEST, PortReservations, is_free
-from example_trainer.child_processes.processes import ProcessDied, ProcessError
-from example_trainer.child_processes.readiness import get_json, http_probe, wait_until
+from example_trainer.child_processes.processes import (
+    ProcessDied,
+    ProcessError,
+    get_json,
+    http_probe,
+    wait_until,
+)
 
 
 class Clock:

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from example_trainer.batch.client import registration
-from example_trainer.batch.fields import UNKNOWN_VERSION
-from example_trainer.batch.groups import Batch
+from example_trainer.batch.groups import UNKNOWN_VERSION, Batch
 from example_trainer.batch.packing import PackedBin
 from example_trainer.deterministic.pairing import (
     deterministic_decoder,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.child_processes.readiness import post_json
+from example_trainer.child_processes.processes import post_json
 from example_trainer.launcher import roles
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import FleetRow, join, look, published_fleet

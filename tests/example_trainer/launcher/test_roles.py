@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atroposlib.cli import run_api
 from example_trainer import reference_worker
-from example_trainer.async_grpo.launch import PYTHON
+from example_trainer.async_grpo.actor import PYTHON
 from example_trainer.command_line import parse_config, parse_section
 from example_trainer.launcher import roles
 from example_trainer.parameter_server.options import ParameterServerOptions

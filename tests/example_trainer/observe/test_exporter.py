@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from example_trainer.algorithm.figures import StepFigures
+from example_trainer.algorithm.objective import StepFigures
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.reader import BatchFigures
 from example_trainer.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from example_trainer.batch.fields import SamplerLogprobs
+from example_trainer.batch.groups import SamplerLogprobs
 from example_trainer.batch.prefetch import Batches
 from example_trainer.errors import ConfigError
 from example_trainer.observe.metrics import step_line

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from example_trainer.batch.client import registration
-from example_trainer.batch.fields import GroupError, SamplingRules
-from example_trainer.batch.groups import Rules, parse_batch
+from example_trainer.batch.groups import GroupError, Rules, SamplingRules, parse_batch
 from example_trainer.batch.packing import pack_batch
 from example_trainer.batch.reader import BatchReader
 from example_trainer.config import TrainerConfig

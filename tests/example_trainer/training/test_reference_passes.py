@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from example_trainer.batch.fields import wire_row
-from example_trainer.batch.groups import Rules, parse_batch
+from example_trainer.batch.groups import Rules, parse_batch, wire_row
 from example_trainer.batch.packing import PackedBin
 from example_trainer.models import Decoder
 from example_trainer.training import step

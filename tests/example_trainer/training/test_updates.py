@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from example_trainer.algorithm.advantages import group_advantages
-from example_trainer.algorithm.figures import StepFigures
 from example_trainer.algorithm.losses import LossInputs, LossSettings
+from example_trainer.algorithm.objective import StepFigures
 from example_trainer.batch.groups import parse_batch
 from example_trainer.errors import BatchError, NonFiniteError, OutOfMemoryError
 from example_trainer.models import Decoder
