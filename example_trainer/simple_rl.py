@@ -59,6 +59,7 @@ from example_trainer.deterministic.pairing import make_parity, pin_settings
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import ConfigError, TrainerError
 from example_trainer.launcher import roles
+from example_trainer.models import Decoder
 from example_trainer.models.hf_checkpoint import find_checkpoint
 from example_trainer.observe.metrics import MetricsLog, evaluation_line, make_metrics
 from example_trainer.observe.perf import StepProfiler, make_speed
@@ -100,87 +101,78 @@ PASSED_ON: dict[type[Section], tuple[str, ...]] = {
     ),
 }
 """The trainer's sections whose flags are flags here too, but for those fields."""
+LEAST = {"staleness": 0, "evaluate_every": 0, "held_out": 1, "problem_count": 1}
+"""The smallest value of an option."""
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """The options; those of PASSED_ON are there only where they are given."""
     about = "Reinforcement learning with bitwise equal sampler and trainer."
     parser = argparse.ArgumentParser(prog="simple_rl.py", description=about, allow_abbrev=False)
-    add = parser.add_argument
+    add_flags(parser)
+    for section, left_out in PASSED_ON.items():
+        add_section(parser, section, left_out)
+    options = parser.parse_args(arguments)
+    mark_given(options)
+    for name, least in LEAST.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} {value}: give at least {least}")
+    for name in ("ppo_epochs", "minibatches"):
+        # Text; the trainer's options refuse what is not a number.
+        value = getattr(options, name, "1")
+        if value.isdecimal() and int(value) > 1 and not options.two_copies:
+            parser.error(
+                f"--{name.replace('_', '-')} {value} needs --two-copies: between the updates of a batch the trainer's weights "
+                "change, and with one copy vLLM would sample from them"
+            )
+    return options
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that are not the trainer's."""
     switch = "vLLM's and the trainer's kernels give the same bits, or the run stops; off: count how many tokens differ"
-    add(
-        "--batch-invariant",
-        action=argparse.BooleanOptionalAction,
-        help=f"{switch} (default: on where there is a GPU)",
-    )
     guide = f"{GUIDE_RUN.model} on {GSM8K} if none of --model, --problems and --digits is given and the hub can be reached"
-    add("--model", help=f"folder or hub id; not given: {guide}, else the starter model")
     problems = f"JSON lines with question and answer, {GSM8K}, or module:name of a Task; not given: sums, or see --model"
+    count = "train on the first N problems over and over; not given: on all that the task has"
+    passes = f"sequences of --max-model-len tokens that fit into a forward pass {_default('micro_batch')}"
+    stale = (
+        "train each batch this many steps after the weights that sampled it (default: %(default)s)"
+    )
+    every = "steps between greedy answers to the task's held-out problems; 0: never (default: %(default)s)"
+    copies = (
+        "the trainer has a copy of the weights of its own, and vLLM is on the last GPU that can be seen, beside the trainer if "
+        "it is the only one; --dtype float32 then trains in that, "
+        "and a batch may be for several updates (--minibatches, --ppo-epochs)"
+    )
+    cache = "exact size of vLLM's cache instead, for a GPU that other runs use at the same time"
+    more = 'more flags for vLLM, in quotes: --vllm-args "--max-num-seqs 64"'
+    output = "metrics, logs, TensorBoard, weights (default: %(default)s)"
+    either = argparse.BooleanOptionalAction
+    add = parser.add_argument
+    add("--batch-invariant", action=either, help=f"{switch} (default: on where there is a GPU)")
+    add("--model", help=f"folder or hub id; not given: {guide}, else the starter model")
     add("--problems", help=problems)
     add("--digits", type=int, help=f"of each operand of the sums (default: {STARTER_RUN.digits})")
-    add(
-        "--thinking",
-        action=argparse.BooleanOptionalAction,
-        help="pass enable_thinking to the chat template",
-    )
-    count = "train on the first N problems over and over; not given: on all that the task has"
+    add("--thinking", action=either, help="pass enable_thinking to the chat template")
     add("--problem-count", type=int, metavar="N", help=count)
     add("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
     add("--groups", type=int, default=8, help="problems in a step (default: %(default)s)")
     add("--group-size", type=int, default=16, help="answers to each (default: %(default)s)")
     add("--max-tokens", type=int, help=f"of an answer {_default('max_tokens')}")
     add("--max-model-len", type=int, default=1024, help="prompt and answer (default: %(default)s)")
-    passes = f"sequences of --max-model-len tokens that fit into a forward pass {_default('micro_batch')}"
     add("--micro-batch", type=int, help=passes)
-    stale = (
-        "train each batch this many steps after the weights that sampled it (default: %(default)s)"
-    )
     add("--staleness", type=int, default=0, help=stale)
-    every = "steps between greedy answers to the task's held-out problems; 0: never (default: %(default)s)"
     add("--evaluate-every", type=int, default=0, help=every)
     add("--held-out", type=int, default=200, help="so many of them (default: %(default)s)")
-    copies = (
-        "the trainer has a copy of the weights of its own, and vLLM is on the last GPU that can be seen, beside the trainer if "
-        "it is the only one; --dtype float32 then trains in that, "
-        "and a batch may be for several updates (--minibatches, --ppo-epochs)"
-    )
     add("--two-copies", action="store_true", help=copies)
     add("--lr", type=float, help=f"learning rate {_default('lr')}")
     add("--seed", type=int, default=0, help="of problems and samples (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--gpu-memory", type=float, help=f"vLLM's share of the GPU {_default('gpu_memory')}")
-    add(
-        "--cache-gib",
-        type=float,
-        help="exact size of vLLM's cache instead, for a GPU that other runs use at the same time",
-    )
-    add(
-        "--vllm-args",
-        default="",
-        help='more flags for vLLM, in quotes: --vllm-args "--max-num-seqs 64"',
-    )
-    output = "metrics, logs, TensorBoard, weights (default: %(default)s)"
+    add("--cache-gib", type=float, help=cache)
+    add("--vllm-args", default="", help=more)
     add("--output", type=Path, default=Path("outputs/rl_training"), help=output)
-    for section, left_out in PASSED_ON.items():
-        add_section(parser, section, left_out)
-    options = parser.parse_args(arguments)
-    mark_given(options)
-    for name, least in (
-        ("staleness", 0),
-        ("evaluate_every", 0),
-        ("held_out", 1),
-        ("problem_count", 1),
-    ):
-        if (value := getattr(options, name)) is not None and value < least:
-            parser.error(f"--{name.replace('_', '-')} {value}: give at least {least}")
-    for name in ("ppo_epochs", "minibatches"):
-        given = getattr(options, name, "1")  # text; what is no number the trainer's options refuse
-        if given.isdecimal() and int(given) > 1 and not options.two_copies:
-            parser.error(
-                f"--{name.replace('_', '-')} {given} needs --two-copies: between the updates of a batch the trainer's weights "
-                "change, and with one copy vLLM would sample from them"
-            )
-    return options
 
 
 def _default(name: str) -> str:
@@ -310,98 +302,116 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
             f"--evaluate-every needs held-out problems, which a file has not: give --problems {GSM8K}, or module:name of a Task"
         )
     with contextlib.ExitStack() as stack:
-        ports = stack.enter_context(PortReservations())
-        port, rendezvous = ports.pick(), ports.pick()
-        config = trainer_config(options, port)
-        require_vllm()
-        objective = make_objective(config)
-        if config.optimizer == "adamw-8bit":
-            quantisation()  # a missing package ends the run before anything is loaded
-        device = choose_device(config)
-        torch.manual_seed(options.seed)
-        start_vllm(stack.enter_context(Supervisor()), options, device, (port, rendezvous))
-        ranks = Ranks()
-        bridge = make_bridge(config, stop, ranks, has_service=False)
-        stack.callback(bridge.close)
-        dtype = choose_dtype(config, bridge.serving_dtype(), device, bridge.converts)
-        make = decoder_maker(config, ranks)
-        model = make_model(config, None, dtype, device, make)
-        reference = make_reference(config, model, dtype, device, make)
-        parity = (
-            make_parity(config, model, stop)
-            if options.batch_invariant
-            else ParityCheck({}, {}, stop=False)
+        run_training(options, task, stop, stack)
+
+
+def run_training(
+    options: argparse.Namespace, task: Task, stop: StopSignal, stack: contextlib.ExitStack
+) -> None:
+    """Start vLLM, train, and log how many tokens differed.
+
+    Args:
+        stack: closes the parts.
+    """
+    ports = stack.enter_context(PortReservations())
+    port, rendezvous = ports.pick(), ports.pick()
+    config, ranks = trainer_config(options, port), Ranks()
+    require_vllm()
+    objective = make_objective(config)
+    if config.optimizer == "adamw-8bit":
+        quantisation()  # a missing package ends the run before anything is loaded
+    device = choose_device(config)
+    torch.manual_seed(options.seed)
+    start_vllm(stack.enter_context(Supervisor()), options, device, (port, rendezvous))
+    bridge = make_bridge(config, stop, ranks, has_service=False)
+    stack.callback(bridge.close)
+    dtype = choose_dtype(config, bridge.serving_dtype(), device, bridge.converts)
+    make = decoder_maker(config, ranks)
+    model = make_model(config, None, dtype, device, make)
+    reference = make_reference(config, model, dtype, device, make)
+    parity = make_parity(config, model, stop) or ParityCheck({}, {}, stop=False)
+    optimizer = make_optimizer(config, model)
+    checkpoints = make_checkpoints(config)
+    stack.callback(checkpoints.close)
+    metrics = make_metrics(config, 0)
+    stack.callback(metrics.close)
+    batches, held_out = make_batches(options, config, task, model, device, metrics, stack)
+    bridge.connect(model)
+    stop.defer()  # an update of the server's weights must not be torn apart
+    bridge.sync(0, optimizer.write_weights, optimizer.masters)
+    take_steps(
+        Trainer(
+            config=config,
+            stop=stop,
+            ranks=ranks,
+            model=model,
+            optimizer=optimizer,
+            objective=objective,
+            batches=batches,
+            bridge=bridge,
+            parity=parity,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            speed=make_speed(model, device, dtype, reference=reference is not None),
+            profiler=StepProfiler(config.profiled_steps, config.log_dir),
+            reference=reference,
         )
-        optimizer = make_optimizer(config, model)
-        saving = new_run(config.model_name, config.save_path, PREFIX, time.time_ns() // 10**6)
-        checkpoints = Checkpoints(
-            config.save_path, saving, keep_states=0
-        )  # nothing resumes from them
-        stack.callback(checkpoints.close)
-        metrics = make_metrics(config, 0)
-        stack.callback(metrics.close)
-        folder = str(find_checkpoint(options.model))
-        key = revealed(config.vllm_api_key)
-        url = f"http://127.0.0.1:{port}"
-        sampler = Sampler(
-            url,
-            folder,
-            options.group_size,
-            options.max_tokens,
-            options.seed,
-            key,
-            config.temperature,
-            options.thinking,
+    )
+    if held_out is not None:
+        held_out.look(options.steps, last=True)
+    log_parity(parity, options.batch_invariant)
+
+
+def make_checkpoints(config: TrainerConfig) -> Checkpoints:
+    """Make the store of the last step's weights; no run resumes from it."""
+    run = new_run(config.model_name, config.save_path, PREFIX, time.time_ns() // 10**6)
+    return Checkpoints(config.save_path, run, keep_states=0)
+
+
+def make_batches(
+    options: argparse.Namespace,
+    config: TrainerConfig,
+    task: Task,
+    model: Decoder,
+    device: torch.device,
+    metrics: MetricsLog,
+    stack: contextlib.ExitStack,
+) -> tuple[SampledBatches, HeldOut | None]:
+    """Make the source of batches, and what measures the weights on held-out problems."""
+    sampler = Sampler(
+        f"http://127.0.0.1:{config.vllm_port}", str(find_checkpoint(options.model)), options.group_size, options.max_tokens,
+        options.seed, revealed(config.vllm_api_key), config.temperature, options.thinking,
+    )  # fmt: skip
+    stack.callback(sampler.close)
+    held_out = make_held_out(options, task, sampler, metrics)
+    problems = repeated(task.training(options.seed), options.problem_count)
+    tokens_per_bin = options.micro_batch * options.max_model_len
+    reader = BatchReader(config, model.geometry.vocab_size, tokens_per_bin)
+    return SampledBatches(
+        sampler,
+        problems,
+        options.groups,
+        reader,
+        device,
+        options.staleness,
+        options.steps,
+        held_out,
+    ), held_out
+
+
+def log_parity(parity: ParityCheck, verified: bool) -> None:
+    """Log how many tokens were compared, and that all are equal if that was verified."""
+    if verified:
+        logger.info(
+            "✓ vLLM-TorchTitan bitwise determinism verified: %d tokens match exactly",
+            parity.compared_in_all,
         )
-        held_out = make_held_out(options, task, sampler, metrics)
-        problems = repeated(task.training(options.seed), options.problem_count)
-        stack.callback(sampler.close)
-        reader = BatchReader(
-            config, model.geometry.vocab_size, options.micro_batch * options.max_model_len
-        )
-        bridge.connect(model)
-        stop.defer()  # an update of the server's weights must not be torn apart
-        bridge.sync(0, optimizer.write_weights, optimizer.masters)
-        take_steps(
-            Trainer(
-                config=config,
-                stop=stop,
-                ranks=ranks,
-                model=model,
-                optimizer=optimizer,
-                objective=objective,
-                batches=SampledBatches(
-                    sampler,
-                    problems,
-                    options.groups,
-                    reader,
-                    device,
-                    options.staleness,
-                    options.steps,
-                    held_out,
-                ),
-                bridge=bridge,
-                parity=parity,
-                checkpoints=checkpoints,
-                metrics=metrics,
-                speed=make_speed(model, device, dtype, reference=reference is not None),
-                profiler=StepProfiler(config.profiled_steps, config.log_dir),
-                reference=reference,
-            )
-        )
-        if held_out is not None:
-            held_out.look(options.steps, last=True)
-        compared, mismatched = parity.compared_in_all, parity.mismatched_in_all
-        if options.batch_invariant:
-            logger.info(
-                "✓ vLLM-TorchTitan bitwise determinism verified: %d tokens match exactly", compared
-            )
-        else:
-            logger.info(
-                "%d of %d tokens have another logprob in the trainer than in vLLM",
-                mismatched,
-                compared,
-            )
+        return
+    logger.info(
+        "%d of %d tokens have another logprob in the trainer than in vLLM",
+        parity.mismatched_in_all,
+        parity.compared_in_all,
+    )
 
 
 if __name__ == "__main__":

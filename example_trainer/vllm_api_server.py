@@ -24,6 +24,8 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.utils.log_lines import BoundedLines
@@ -42,7 +44,10 @@ from vllm_patching.server.flags import (
 
 if TYPE_CHECKING:
     from vllm_patching.server.access import Door
+    from vllm_patching.server.bridge import BridgeController
     from vllm_patching.server.routes import LockstepService
+    from vllm_patching.server.state import VersionSpans
+    from vllm_patching.server.timeline import ServerTimeline
 
 quiet_torchao()  # here for the processes too that vLLM spawns: they run this file first
 
@@ -234,15 +239,58 @@ async def watch_engine(engine: Any, args: argparse.Namespace, service: LockstepS
     service.watch = watch
 
 
+async def start_bridge(
+    engine: Any, args: argparse.Namespace, spans: VersionSpans, timeline: ServerTimeline
+) -> BridgeController:
+    """Start the weight bridge. Ends with one line if it cannot be started."""
+    from vllm_patching.protocol.messages import BridgeRefusal
+    from vllm_patching.server.bridge import BridgeController
+    from vllm_patching.server.config_file import ConfigFileError
+
+    folder = Path(os.environ.get("LOGDIR", "."))
+    facts = (args.model, args.dtype, args.bridge_timeout, folder)
+    keep = args.inflight_cache == "keep"
+    bridge = BridgeController(engine, *facts, spans, keep, args.port, timeline)
+    bridge.state.weight_version = args.weight_version
+    bridge.state.weight_epoch = args.weight_epoch
+    try:
+        await bridge.start()
+        if args.colocate:
+            await bridge.turns.open()
+    except (ConfigFileError, BridgeRefusal) as error:
+        await bridge.stop()
+        fail(str(error))
+    return bridge
+
+
+async def run_and_clean_up(
+    run_server: Callable[..., Awaitable[None]],
+    args: argparse.Namespace,
+    service: LockstepService,
+    timeline: ServerTimeline,
+    logger: Any,
+) -> None:
+    """Run vLLM's server with bounded connections, and stop what was started beside it."""
+    try:
+        # Clients without the key cause lines in both logs.
+        for log in (logger, logging.getLogger("uvicorn.error")):
+            log.addFilter(BoundedLines())
+        most = connections_allowed(lambda line: print(f"[vLLM Patch] {line}", flush=True))
+        await run_server(args, http=bounded_protocol(CONNECTION_SECONDS, most, logger, MOST_BODY))
+    finally:
+        if service.watch is not None:
+            await service.watch.stop()
+        if service.bridge is not None:
+            await service.bridge.stop()
+        timeline.close()
+
+
 def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Door) -> None:
     """Hook our routes and the bridge into vLLM's server."""
     from vllm_patching.compat.loggers import worker_logger
     from vllm_patching.compat.outputs import take_logprobs_together
     from vllm_patching.compat.server_app import wrap_server
-    from vllm_patching.protocol.messages import BridgeRefusal
     from vllm_patching.protocol.timeline import open_timeline
-    from vllm_patching.server.bridge import BridgeController
-    from vllm_patching.server.config_file import ConfigFileError
     from vllm_patching.server.generate import Generator
     from vllm_patching.server.lora import AdapterSpans, LoraController
     from vllm_patching.server.metrics import attach_metrics
@@ -271,22 +319,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
         if args.deterministic:
             service.deterministic = await verify_deterministic(engine, logger)
         if shared:
-            directory = Path(os.environ.get("LOGDIR", "."))
-            keep = args.inflight_cache == "keep"
-            facts = (args.model, args.dtype, args.bridge_timeout, directory)
-            bridge = BridgeController(engine, *facts, spans, keep, args.port, timeline)
-            bridge.state.weight_version, bridge.state.weight_epoch = (
-                args.weight_version,
-                args.weight_epoch,
-            )
-            try:
-                await bridge.start()
-                if args.colocate:
-                    await bridge.turns.open()
-            except (ConfigFileError, BridgeRefusal) as error:
-                await bridge.stop()
-                fail(str(error))
-            service.bridge = bridge
+            service.bridge = await start_bridge(engine, args, spans, timeline)
         elif not args.enable_lora:
             logger.warning("[vLLM Patch] %s", NOT_SHARED)
         if isinstance(spans, AdapterSpans):
@@ -302,27 +335,9 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
 
     take_logprobs_together()
     wrap_server(module, on_app, on_state)
-    run_server = module.run_server
-
-    async def run_and_clean_up() -> None:
-        try:
-            for log in (
-                logger,
-                logging.getLogger("uvicorn.error"),
-            ):  # clients without the key cause lines there
-                log.addFilter(BoundedLines())
-            most = connections_allowed(lambda line: print(f"[vLLM Patch] {line}", flush=True))
-            await run_server(
-                args, http=bounded_protocol(CONNECTION_SECONDS, most, logger, MOST_BODY)
-            )
-        finally:
-            if service.watch is not None:
-                await service.watch.stop()
-            if service.bridge is not None:
-                await service.bridge.stop()
-            timeline.close()
-
-    module.run_lockstep_server = run_and_clean_up
+    module.run_lockstep_server = partial(
+        run_and_clean_up, module.run_server, args, service, timeline, logger
+    )
 
 
 async def announce(state: Any, args: argparse.Namespace, logger: Any) -> None:

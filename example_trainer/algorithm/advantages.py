@@ -252,37 +252,7 @@ def find_advantages(
     function = import_function("--advantages", name, 1, _EXPECTED)
 
     def checked(scores: Sequence[Sequence[float]]) -> list[list[float]]:
-        try:
-            rows = [
-                [float(value) for value in row]
-                for row in function([list(group) for group in scores])
-            ]
-        except Exception as error:
-            raise refusal(
-                "--advantages", name, f"it failed with {told(error)}", _EXPECTED
-            ) from error
-        lengths, wanted = [len(row) for row in rows], [len(group) for group in scores]
-        if lengths != wanted:
-            group = next(
-                (
-                    i
-                    for i, pair in enumerate(zip(lengths, wanted, strict=False))
-                    if pair[0] != pair[1]
-                ),
-                None,
-            )
-            what = f"{len(lengths)} groups for {len(wanted)}"
-            if group is not None:
-                what = (
-                    f"{lengths[group]} advantages for the {wanted[group]} rollouts of group {group}"
-                )
-            raise refusal("--advantages", name, f"it returned {what}", _EXPECTED)
-        for group, row in enumerate(rows):
-            if not np.isfinite(row).all():
-                raise NonFiniteError(
-                    f"--advantages {name} gave {row} for the scores {list(scores[group])} of group {group}"
-                )
-        return rows
+        return _checked_advantages(name, function, scores)
 
     try:
         checked(_MADE_UP)
@@ -291,6 +261,30 @@ def find_advantages(
             f"{error}, which were made up to try it; expected is {_EXPECTED}"
         ) from error
     return checked
+
+
+def _checked_advantages(
+    name: str, function: Callable[..., Any], scores: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """Call a user's function, and check what it returns."""
+    try:
+        rows = [
+            [float(value) for value in row] for row in function([list(group) for group in scores])
+        ]
+    except Exception as error:
+        raise refusal("--advantages", name, f"it failed with {told(error)}", _EXPECTED) from error
+    if len(rows) != len(scores):
+        what = f"it returned {len(rows)} groups for {len(scores)}"
+        raise refusal("--advantages", name, what, _EXPECTED)
+    for group, (row, group_scores) in enumerate(zip(rows, scores, strict=True)):
+        if len(row) != len(group_scores):
+            what = f"{len(row)} advantages for the {len(group_scores)} rollouts of group {group}"
+            raise refusal("--advantages", name, f"it returned {what}", _EXPECTED)
+        if not np.isfinite(row).all():
+            raise NonFiniteError(
+                f"--advantages {name} gave {row} for the scores {list(group_scores)} of group {group}"
+            )
+    return rows
 
 
 BUILT_IN: dict[str, Callable[[bool, float], Advantages]] = {

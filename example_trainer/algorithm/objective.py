@@ -130,7 +130,37 @@ class BinOutcome:
 
 
 class StepFigures:
-    """Adds up the outcomes of a batch's bins, and says what they come to.
+    """Sums of the outcomes of a batch's bins, and the figures that `row` makes of them.
+
+    Means are over the trained tokens of all passes. Figures of what is only partly known are over the
+    tokens of which it is known, and None if it is known of none.
+
+    loss                    what the gradient is of
+    kl                      KL(rollout policy ‖ present policy) by k3, in nats
+    reference_kl            KL(present policy ‖ reference) by k3, in nats; 0 without a reference
+    teacher_kl              divergence from the teacher, in nats
+    entropy                 of the present policy where it chose the tokens, in nats
+    clip_fraction           share of the tokens whose gradient is stopped by clipping
+    clip_fraction_low, _high    those of them whose ratio fell or rose
+    missing_rollout_logprobs    share of the tokens that came without a rollout logprob
+    drift_share             share of the batch's tokens that ratio_…, ess, kl_age_…, mismatch_kl and
+                            perplexity_… count: tokens with a rollout logprob, in minibatches whose
+                            logprobs at the batch's first weights were computed
+    ratio_mean, ratio_max, ratio_p01, …    trainer ÷ sampler, at the batch's first weights. The mean is
+                            exact. The largest and the percentiles (nearest rank) are values of a class:
+                            off by at most 0.5 % of their logarithm and 5e-7; a ratio of 1 is 1
+    ess                     (Σ r)² / (n Σ r²): as many equally weighted tokens, as a share of the n
+    correction_weight       mean of the correction's weights, 0 for what is left out
+    correction_ess          as ess, for those weights
+    correction_masked, correction_masked_sequences    share of the tokens that are left out, and of the
+                            sequences of which no token remains
+    correction_bounded      share of the tokens whose weight is the bound
+    kl_age_0, …             KL(rollout policy ‖ the batch's first weights) by how many weight versions
+                            earlier the token was sampled; kl_age_8_to_15 and kl_age_16_up are of
+                            several ages, kl_age_unknown of tokens without a version
+    mismatch_kl             kl_age_0: how far sampler and trainer differ at the same weights
+    perplexity_rollout, perplexity_trainer    exp(- mean logprob) of the sampled tokens under the
+                            sampler, and under the batch's first weights
 
     Args:
         device: of the outcomes.
@@ -221,46 +251,10 @@ class StepFigures:
         self._tokens_by_age += members.sum(dim=1)
 
     def row(self, total: Callable[[Tensor], Tensor]) -> dict[str, float | None]:
-        """The figures of the batch; the device is waited for here, once. Collective.
+        """Return the figures of the batch. Wait for the device, once. Collective.
 
         Args:
             total: adds a float64 vector up over the ranks; may change it.
-
-        Returns:
-            Means are over the trained tokens of all passes, those of what is only partly known over
-            the tokens of which it is known; None where it is known of none.
-
-            loss: what the gradient is of. kl: KL(rollout policy ‖ present policy) by k3, in nats.
-            reference_kl: KL(present policy ‖ reference) by k3, in nats; 0 without a reference.
-            teacher_kl: divergence from the teacher, in nats. entropy: of the present policy where
-            it chose the tokens, in nats. clip_fraction, clip_fraction_low, clip_fraction_high:
-            share of the tokens whose gradient is stopped by clipping, and
-                those of them whose ratio fell or rose.
-            missing_rollout_logprobs: share of the tokens that came without a rollout logprob.
-            drift_share: share of the batch's tokens that ratio_…, ess, kl_age_…, mismatch_kl and
-            perplexity_… are of: those
-                with a rollout logprob, in minibatches whose logprobs at the batch's first weights
-                were worked out.
-            ratio_mean, ratio_max, ratio_p01, …: of trainer ÷ sampler, at the batch's first weights.
-            The mean is exact. The
-                largest and the percentiles (nearest rank) are those of a class: off by at most 0.5
-                % of their logarithm and 5e-7; a ratio of 1 is 1.
-            ess: (Σ r)² / (n Σ r²), the share of the n tokens that as many equally weighted ones
-            would be worth. correction_weight, correction_ess: mean of the correction's weights, and
-            the same share for them; what is left out
-                weighs 0.
-            correction_masked, correction_masked_sequences: share of the tokens that are left out,
-            and of the sequences of which
-                no token remains.
-            correction_bounded: share of the tokens whose weight is the bound. kl_age_0, …:
-            KL(rollout policy ‖ the batch's first weights), by how many weight versions earlier the
-            token was
-                sampled; kl_age_8_to_15 and kl_age_16_up are of several, kl_age_unknown of those for
-                whom nobody said.
-            mismatch_kl: that of age 0: what sampler and trainer make of the same weights.
-            perplexity_rollout, perplexity_trainer: exp(- mean logprob) of the sampled tokens under
-            the sampler, and under the
-                batch's first weights.
         """
         joined = torch.cat((self._sums, self._kl_by_age, self._tokens_by_age, self._histogram))
         numbers = total(joined).tolist()

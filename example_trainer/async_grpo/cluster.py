@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -196,39 +196,11 @@ class RayCluster:
         import ray
 
         self._name = name
-        started_here: dict[str, Any] = {
-            "address": "local",
-            "include_dashboard": dashboard,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "_node_ip_address": LOOPBACK,
-        }
-        # Workers find this project where it lies here; a job that was handed in with --working-dir
-        # has it there already.
-        variables = {
-            "PYTHONPATH": os.pathsep.join(
-                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-            )
-        }
-        # Else a worker that ends kills what it has started at once: the guard, which would give its
-        # process time to end, and no more than the guard, so that what that process has started
-        # goes on with nobody to end it.
-        variables["RAY_kill_child_processes_on_worker_exit"] = "0"
-        # Ray's workers are nice to the rest of the machine; here they are what the machine is for.
-        os.environ.setdefault("RAY_worker_niceness", "0")
         try:
-            with nullcontext() if address else _node_on_loopback():
-                ray.init(
-                    **({"address": address} if address else started_here),
-                    # Of this driver alone: another run's folder may have the same name, and with it
-                    # the names of its actors.
-                    namespace=f"lockstep-{name}-{secrets.token_hex(4)}",
-                    runtime_env={"env_vars": variables},
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
+            self._init(address, dashboard)
         except (RuntimeError, ConnectionError, ValueError, OSError) as error:
             same = "; install the same release of Ray and Python on all machines, as scripts/setup.sh does, and start it again"
-            remedy = same if "Version mismatch" in str(error) else ""
+            remedy = same * ("Version mismatch" in str(error))
             raise ClusterError(
                 f"cannot use Ray at {address or 'this machine'}: {said(error)}{remedy}"
             ) from error
@@ -246,6 +218,41 @@ class RayCluster:
                 return super().check(needs, [str(gpu) for gpu in ray.get_gpu_ids()])
 
         self._keeper = ray.remote(max_restarts=0, max_task_retries=0)(Keeper)
+
+    def _init(self, address: str, dashboard: bool) -> None:
+        """Join the cluster at an address, or start one here if the address is empty."""
+        import ray
+
+        # Workers find this project where it lies here; a job that was handed in with --working-dir
+        # has it there already.
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+        variables = {"PYTHONPATH": os.pathsep.join(paths)}
+        # Else a worker that ends kills what it has started at once: the guard, which would give its
+        # process time to end, and no more than the guard, so that what that process has started
+        # goes on with nobody to end it.
+        variables["RAY_kill_child_processes_on_worker_exit"] = "0"
+        # Ray's workers are nice to the rest of the machine; here they are what the machine is for.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        where: dict[str, Any] = {"address": address}
+        around: AbstractContextManager[None] = nullcontext()
+        if not address:
+            around = _node_on_loopback()
+            where = {
+                "address": "local",
+                "include_dashboard": dashboard,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_node_ip_address": LOOPBACK,
+            }
+        with around:
+            ray.init(
+                **where,
+                # Of this driver alone: another run's folder may have the same name, and with it the
+                # names of its actors.
+                namespace=f"lockstep-{self._name}-{secrets.token_hex(4)}",
+                runtime_env={"env_vars": variables},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
 
     def _alive(self) -> list[dict[str, Any]]:
         import ray

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from example_trainer.async_grpo.actor import PYTHON, Address, Launch
-from example_trainer.async_grpo.settings import Settings
+from example_trainer.async_grpo.settings import Orchestration, Settings
 from example_trainer.launcher import roles as commands
 
 # What each role asks of the cluster, and whether there is as much.
@@ -198,111 +198,74 @@ class Role:
 def roles_of(settings: Settings) -> list[Role]:
     """Every role of a run, those that others need first."""
     asked = settings.orchestration
-    gpu = 1.0 if asked.device == "gpu" else 0.0
-    generators = [f"generator-{n + 1}" for n in range(asked.generators)]
-    service_needs = {"CPU": asked.service_cpus}
-    known = tuple(generators)  # the service sends the vLLM key only to addresses in its command
-    found = [
-        Role(
-            "service",
-            "service",
-            "service",
-            0,
-            service_needs,
-            1,
-            knows=known,
-            ready=("/", "/"),
-            grace=15.0,
-        )
-    ]
-    for name in generators:
-        needs = {"CPU": asked.generator_cpus, "GPU": gpu * settings.inference.tensor_parallel_size}
-        found.append(
-            Role(
-                name,
-                "generator",
-                name,
-                0,
-                some(needs),
-                1,
-                ready=("/health_generate", "/weights"),
-                grace=30.0,
+    gpu = float(asked.device == "gpu")
+    generators = tuple(f"generator-{n + 1}" for n in range(asked.generators))
+    servers = tuple(f"parameter-server-{n + 1}" for n in range(asked.parameter_servers))
+    # The service sends the vLLM key only to addresses in its command.
+    service = _role(
+        "service", asked.service_cpus, ports=1, knows=generators, ready=("/", "/"), grace=15.0
+    )
+    gpus = gpu * settings.inference.tensor_parallel_size
+    return [
+        service,
+        *(
+            _role(name, asked.generator_cpus, gpus, ports=1, ready=("/health_generate", "/weights"), grace=30.0)
+            for name in generators
+        ),
+        *(
+            _role(
+                name, asked.parameter_server_cpus, gpu * asked.parameter_server_gpus, ports=1, needs=("service",),
+                knows=generators, bound=("service",), ready=("/weights", "/weights"),
             )
-        )
-    servers = [f"parameter-server-{n + 1}" for n in range(asked.parameter_servers)]
-    for name in servers:
-        needs = {"CPU": asked.parameter_server_cpus, "GPU": gpu * asked.parameter_server_gpus}
-        answers, service = ("/weights", "/weights"), ("service",)
-        found.append(
-            Role(
-                name,
-                "parameter-server",
-                name,
-                0,
-                some(needs),
-                1,
-                service,
-                knows=known,
-                bound=service,
-                ready=answers,
+            for name in servers
+        ),
+        *(
+            _role(
+                f"reference-{n + 1}", asked.reference_cpus, gpu, needs=("service",), bound=("service",), grace=60.0
             )
-        )
-    for n in range(asked.reference_workers):
-        needs = {"CPU": asked.reference_cpus, "GPU": gpu}
-        name = f"reference-{n + 1}"
-        found.append(
-            Role(
-                name,
-                "reference",
-                name,
-                0,
-                some(needs),
-                0,
-                ("service",),
-                bound=("service",),
-                grace=60.0,
-            )
-        )
-    first = ("service", *servers)
+            for n in range(asked.reference_workers)
+        ),
+        _trainer_role(settings, gpu, generators, servers),
+        *(
+            _environment_role(server, number, asked)
+            for server in generators
+            for number in range(asked.environments_per_generator)
+        ),
+    ]  # fmt: skip
+
+
+def _role(name: str, cpus: float, gpus: float = 0.0, **rest: Any) -> Role:
+    """A role that has a placement group of its own, unless `rest` names another."""
+    kind = name.rstrip("-0123456789")
+    place: dict[str, Any] = {"group": name, "bundle": 0} | rest
+    return Role(name=name, kind=kind, resources=some({"CPU": cpus, "GPU": gpus}), **place)
+
+
+def _trainer_role(
+    settings: Settings, gpu: float, generators: tuple[str, ...], servers: tuple[str, ...]
+) -> Role:
+    """The trainer, which lies beside the generator if both hold one copy of the weights."""
+    asked, first = settings.orchestration, ("service", *servers)
+    place: dict[str, Any] = {}
+    gpus = gpu * asked.trainer_ranks
     if settings.shares_gpus:
-        group, bundle, needs = (
-            generators[0],
-            1 + asked.environments_per_generator,
-            {"CPU": asked.trainer_cpus},
-        )
-    else:
-        group, bundle, needs = (
-            "trainer",
-            0,
-            {"CPU": asked.trainer_cpus, "GPU": gpu * asked.trainer_ranks},
-        )
-    found.append(
-        Role(
-            "trainer", "trainer", group, bundle, some(needs), 1, first, tuple(generators), bound=("service", *servers),
-            grace=120.0, may_finish=True,
-        )
+        place = {"group": generators[0], "bundle": 1 + asked.environments_per_generator}
+        gpus = 0.0
+    return _role(
+        "trainer", asked.trainer_cpus, gpus, ports=1, needs=first, wants=generators, bound=first, grace=120.0,
+        may_finish=True, **place,
     )  # fmt: skip
-    for server in generators:
-        number = server.rpartition("-")[2]
-        for n in range(asked.environments_per_generator):
-            name = f"environment-{number}" + (
-                f"-{n + 1}" if asked.environments_per_generator > 1 else ""
-            )
-            both = ("service", server)
-            found.append(
-                Role(
-                    name,
-                    "environment",
-                    server,
-                    1 + n,
-                    some({"CPU": asked.environment_cpus}),
-                    0,
-                    both,
-                    bound=both,
-                    may_finish=True,
-                )
-            )
-    return found
+
+
+def _environment_role(server: str, number: int, asked: Orchestration) -> Role:
+    """An environment of a generator, in whose placement group it lies."""
+    name = server.replace("generator", "environment")
+    if asked.environments_per_generator > 1:
+        name += f"-{number + 1}"
+    both = ("service", server)
+    return _role(
+        name, asked.environment_cpus, group=server, bundle=1 + number, needs=both, bound=both, may_finish=True
+    )  # fmt: skip
 
 
 def some(resources: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,6 @@ import torch
 
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import (
-    NoParity,
     ParityCheck,
     ParityError,
     Provenance,
@@ -54,8 +53,8 @@ def deterministic_decoder(
 
 def make_parity(
     config: TrainerConfig, model: Decoder, stop: StopSignal | None = None
-) -> ParityCheck:
-    """What compares the tokens of every step: nothing without --deterministic. Asks the servers
+) -> ParityCheck | None:
+    """Return what compares the tokens of every step; None without --deterministic. Ask the servers
     which kernels they run.
 
     Raises:
@@ -63,7 +62,7 @@ def make_parity(
         BridgeError: a server is not there.
     """
     if not config.deterministic:
-        return NoParity()
+        return None
     ours, theirs = model_provenance(model), {}
     servers = {server.url: server for server in configured_servers(BridgeServer, config, stop)}
     try:

@@ -85,12 +85,9 @@ class ParityCheck:
         older: whether tokens of older weights, or of weights that nobody named, may be trained on.
 
     Attributes:
-        compares: whether `compare` looks at anything.
         first: the first token that differed in the whole run.
         compared_in_all, mismatched_in_all: tokens of the whole run.
     """
-
-    compares = True
 
     def __init__(
         self, ours: Provenance, theirs: Provenance, stop: bool = True, older: bool = False
@@ -128,21 +125,35 @@ class ParityCheck:
             )
         if not len(recomputed):
             return
-        fresh, unknown = packed["versions"] == self._version, sampled.isnan()
-        if self._stop and not self._older_allowed:
-            self._refuse_other_weights(packed, ~fresh)
-        elif (
-            self._stop
-            and not self._said_unknown
-            and bool((packed["versions"] == UNKNOWN_VERSION).any())
-        ):
-            self._said_unknown = True
-            logger.warning(
-                "An environment does not say which weights sampled its tokens: those are trained on and compared with nothing"
-            )
+        fresh = packed["versions"] == self._version
+        self._check_versions(packed, fresh)
         different = fresh & (
             recomputed.contiguous().view(torch.int32) != sampled.contiguous().view(torch.int32)
         )
+        compared, mismatched, missing = self._count(recomputed, sampled, fresh, different)
+        if not mismatched:
+            return
+        self.first = self.first or _describe(
+            packed, recomputed, int(different.int().argmax()), self._version
+        )
+        if self._stop:
+            self._log_kernels()
+            lost = f" ({missing} came without a logprob)" * bool(missing)
+            raise ParityError(
+                f"{mismatched} of {compared} tokens of a microbatch differ between vLLM and the trainer{lost}, "
+                f"by up to {self._largest:.3g}; first {self.first}; {self._kernels()}; the log has both sides' kernels"
+            )
+
+    def _count(
+        self, recomputed: Tensor, sampled: Tensor, fresh: Tensor, different: Tensor
+    ) -> tuple[int, int, int]:
+        """Add a bin to the figures.
+
+        Returns:
+            Its tokens of the present weights: all of them, those that differ, and those that came
+            without a logprob.
+        """
+        unknown = sampled.isnan()
         log_ratio = (recomputed - sampled).masked_fill(unknown, 0.0).double()
         divergence = k3(log_ratio)
         figures = (
@@ -154,33 +165,30 @@ class ParityCheck:
             divergence.masked_fill(~fresh, 0.0).sum(),
             divergence.masked_fill(fresh, 0.0).sum(),
         )
-        counted = torch.stack(
-            [figure.double() for figure in figures]
-        ).tolist()  # one synchronisation
-        compared, mismatched, missing, older_known = (int(count) for count in counted[:4])
-        largest, kl, older_kl = counted[4:]
+        # One synchronisation for all of them.
+        counted = torch.stack([figure.double() for figure in figures]).tolist()
+        compared, mismatched, missing, older_known = map(int, counted[:4])
         self._compared += compared
         self.compared_in_all += compared
         self._mismatched += mismatched
         self.mismatched_in_all += mismatched
         self._older += len(recomputed) - compared
         self._older_known += older_known
-        self._largest, self._kl, self._older_kl = (
-            max(self._largest, largest),
-            self._kl + kl,
-            self._older_kl + older_kl,
-        )
-        if not mismatched:
+        self._largest = max(self._largest, counted[4])
+        self._kl += counted[5]
+        self._older_kl += counted[6]
+        return compared, mismatched, missing
+
+    def _check_versions(self, packed: PackedBin, fresh: Tensor) -> None:
+        """Refuse tokens of other weights, or warn once of unknown ones if older are allowed."""
+        if not self._stop:
             return
-        self.first = self.first or _describe(
-            packed, recomputed, int(different.int().argmax()), self._version
-        )
-        if self._stop:
-            self._log_kernels()
-            lost = f" ({missing} came without a logprob)" if missing else ""
-            raise ParityError(
-                f"{mismatched} of {compared} tokens of a microbatch differ between vLLM and the trainer{lost}, "
-                f"by up to {largest:.3g}; first {self.first}; {self._kernels()}; the log has both sides' kernels"
+        if not self._older_allowed:
+            self._refuse_other_weights(packed, ~fresh)
+        elif not self._said_unknown and bool((packed["versions"] == UNKNOWN_VERSION).any()):
+            self._said_unknown = True
+            logger.warning(
+                "An environment does not say which weights sampled its tokens: those are trained on and compared with nothing"
             )
 
     def _refuse_other_weights(self, packed: PackedBin, other: Tensor) -> None:
@@ -235,27 +243,6 @@ class ParityCheck:
                 self._ours.get(name, "missing"),
                 self._theirs.get(name, "missing"),
             )
-
-
-class NoParity(ParityCheck):
-    """Compares nothing: the mode is off."""
-
-    compares = False
-
-    def __init__(self) -> None:
-        super().__init__({}, {}, stop=False)
-
-    def begin(self, version: int) -> None:
-        return None
-
-    def compare(self, packed: PackedBin, logprobs: Tensor) -> None:
-        return None
-
-    def row(self, masters: Mapping[str, Tensor]) -> dict[str, int | float | str]:
-        return {}
-
-    def report(self) -> dict[str, Any]:
-        return {}
 
 
 def _sequence_of(packed: PackedBin, index: int) -> tuple[int, int]:

@@ -335,22 +335,8 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
         yield Ranks(timeout=timeout)
         return
     rank, world_size, _ = place
-    limit = timedelta(seconds=timeout)
     try:
-        store = meeting_store(os.environ, limit)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        with _gloo_on_loopback(meeting_host(os.environ)):
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("trainer", store),
-                rank=rank,
-                world_size=world_size,
-                timeout=limit,
-                device_id=device if device.type == "cuda" else None,
-            )
-        control = gloo_group(
-            dist.PrefixStore("control", store), rank, world_size, meeting_host(os.environ), timeout
-        )
+        store, control = _meet(rank, world_size, timeout, device)
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"rank {rank} of {world_size} did not meet the others within {timeout:g} s (--rank-timeout) at "
@@ -380,6 +366,25 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
     ranks.barrier("ending")
     ranks.close()
     dist.destroy_process_group()
+
+
+def _meet(
+    rank: int, world_size: int, timeout: float, device: torch.device
+) -> tuple[dist.Store, Any]:
+    """Form both process groups; return the store of the ranks, and the group for objects."""
+    host, limit = meeting_host(os.environ), timedelta(seconds=timeout)
+    store = meeting_store(os.environ, limit)
+    on_gpu = device.type == "cuda"
+    with _gloo_on_loopback(host):
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore("trainer", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+            device_id=device if on_gpu else None,
+        )
+    return store, gloo_group(dist.PrefixStore("control", store), rank, world_size, host, timeout)
 
 
 def _abort(device: torch.device) -> None:

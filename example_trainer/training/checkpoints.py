@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -439,8 +439,6 @@ class Checkpoints:
             self.prepare(optimizer)
         assert self._memory is not None
         step, final = optimizer.steps, self.path(optimizer.steps)
-        dtype = model.dtype
-        trainer = self._record(optimizer, config, batch, unacknowledged)
         self._read_companions(model)
         # A restart of vLLM has written the weights of its step already.
         names = [] if self._weights_step == step else self._weights(model, optimizer)
@@ -449,38 +447,57 @@ class Checkpoints:
         if not names and not states:
             self._complete(final)
             return final
+        write = partial(
+            self._write, model, model.dtype, names, optimizer.whole_state() if states else {},
+            optimizer.whole_shapes, final, self._record(optimizer, config, batch, unacknowledged),
+        )  # fmt: skip
         keys = [*(f"master.{name}" for name in names), *states]
-        state_entries = optimizer.whole_state()
-        needed = 0
-        if states:
-            needed += sum(
-                kind.itemsize * math.prod(shape) for kind, shape in state_entries.values()
-            )
-        if names:
-            needed += dtype.itemsize * sum(map(math.prod, optimizer.whole_shapes.values()))
-
-        def write(tensors: Iterator[tuple[str, Tensor]], moved: Callable[[], None]) -> None:
-            weights = (
-                (key.partition(".")[2], tensor) for key, tensor in islice(tensors, len(names))
-            )
-            with self._draft(
-                final, needed, moved, final if names else final / STATE_FOLDER
-            ) as draft:
-                if names:
-                    self._write_weights(model, dtype, weights, draft, moved)
-                state = draft / STATE_FOLDER if names and states else draft
-                if states:
-                    state.mkdir(parents=True)
-                    write_safetensors(state / OPTIMIZER_FILE, state_entries, tensors, moved=moved)
-                _write_record(state, trainer)
-            if not names:
-                (final / TRAINER_FILE).unlink(missing_ok=True)  # the state has it now
-            self._complete(final)
-
         self._save = BackgroundSave(
             final.name, optimizer, self._memory, keys, write, self.ranks, self._group
         )
         return final
+
+    def _write(
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        names: Sequence[str],
+        states: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        shapes: Mapping[str, tuple[int, ...]],
+        final: Path,
+        record: dict[str, Any],
+        tensors: Iterator[tuple[str, Tensor]],
+        moved: Callable[[], None],
+    ) -> None:
+        """Write a checkpoint; in the thread that saves on rank 0.
+
+        Args:
+            dtype: of the weights.
+            names: parameters whose weights are written; empty if the folder has the weights.
+            states: dtypes and shapes of the optimizer's state; empty if none is kept.
+            shapes: of the whole parameters.
+            record: content of trainer.json.
+            tensors: masters of `names`, then the state.
+            moved: called while there is progress.
+        """
+        needed = sum(kind.itemsize * math.prod(shape) for kind, shape in states.values())
+        if names:
+            needed += dtype.itemsize * sum(map(math.prod, shapes.values()))
+        target = final if names else final / STATE_FOLDER
+        masters = ((key.partition(".")[2], tensor) for key, tensor in islice(tensors, len(names)))
+        with self._draft(final, needed, moved, target) as draft:
+            state = draft
+            if names:
+                self._write_weights(model, dtype, masters, draft, moved)
+                if states:
+                    state = draft / STATE_FOLDER
+            if states:
+                state.mkdir(parents=True)
+                write_safetensors(state / OPTIMIZER_FILE, states, tensors, moved=moved)
+            _write_record(state, record)
+        if not names:
+            (final / TRAINER_FILE).unlink(missing_ok=True)  # the state has it now
+        self._complete(final)
 
     def save_weights(
         self,

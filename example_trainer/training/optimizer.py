@@ -735,13 +735,13 @@ class MasterAdamW:
         numbers = {name: number for number, name in enumerate(self._parameters)}
         squares = torch.zeros(len(numbers), dtype=torch.float64, device=self.device)
         rates = Rates(lr, self._betas, self._eps, self._weight_decay, self.updates + 1, divisor)
-        on_device = rates.tensor(self.device)
 
         def work(pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]) -> None:
             found = [piece.of(gradients[piece.name]) for piece in pieces]
             if len(state) == len(FLOAT32_KINDS):
                 self._adamw(found, state, lr, divisor)
             else:
+                on_device = rates.tensor(self.device)
                 for number, gradient in enumerate(found):
                     adamw_8bit([kind[number] for kind in state], gradient, rates, on_device)
             norms = torch.stack(torch._foreach_norm(list(state[0]))).double()

@@ -23,7 +23,7 @@ from example_trainer.algorithm.objective import (
 )
 from example_trainer.batch.packing import PackedBin, completed_reference
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.parity import NoParity, ParityCheck
+from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import (
     BatchError,
     ConfigError,
@@ -209,7 +209,7 @@ class BatchGradients:
             stop,
             reference,
         )
-        self._parity, self._report = parity or NoParity(), report or TokenReport(0)
+        self._parity, self._report = parity, report or TokenReport(0)
         self._known: list[list[_Known]] = []
         self._figures: StepFigures | None = None
         self._figures_with_this: StepFigures | None = None
@@ -236,7 +236,8 @@ class BatchGradients:
                 [_Known(_sequence_of(one)) for one in bins] for bins in self._minibatches
             ]
             figures = StepFigures(self._model.output_weight.device, self._optimizer.steps)
-            self._parity.begin(self._optimizer.steps)
+            if self._parity is not None:
+                self._parity.begin(self._optimizer.steps)
             self._report.begin(self._optimizer.steps, self._minibatches[0])
             figures.expect(sum(len(bin.targets) for bins in self._minibatches for bin in bins))
             self._pass_ahead()
@@ -251,7 +252,7 @@ class BatchGradients:
             packing = bin.packing()
             logprobs, entropy = response_logprobs(self._model, bin, packing, self._config)
             if number == 0:
-                self._parity.compare(bin, logprobs)
+                self._compare(bin, logprobs)
                 known.proximal = logprobs.detach()
                 self._report.add(bin, logprobs, entropy)
             if self._objective.kl_coef and known.reference is None:
@@ -296,7 +297,11 @@ class BatchGradients:
                         self._model, bin, bin.packing(), self._config
                     )
                     self._model.shards.release(self._model)
-                self._parity.compare(bin, known.proximal)
+                self._compare(bin, known.proximal)
+
+    def _compare(self, bin: PackedBin, logprobs: Tensor) -> None:
+        if self._parity is not None:
+            self._parity.compare(bin, logprobs)
 
     def _under_reference(self, bin: PackedBin) -> Tensor:
         if self._reference is None:
@@ -321,7 +326,7 @@ def passes_ahead(objective: Objective, parity: ParityCheck | None = None) -> boo
     """Whether minibatches after the first are forwarded before the first update, for logprobs under
     the weights until then.
     """
-    return objective.correction.needs_proximal or (parity is not None and parity.compares)
+    return objective.correction.needs_proximal or parity is not None
 
 
 def _sequence_of(bin: PackedBin) -> Tensor:
@@ -410,38 +415,30 @@ def guarded_step(
     skipped: SkippedBatches | None = None,
     report: TokenReport | None = None,
 ) -> dict[str, float | None]:
-    """The updates of a batch, and the end of its step. Collective.
+    """Take the updates of a batch, and end its step. Collective.
 
-    If the first update fails, nothing was learned. If a later one does, or a signal comes, what was
-    learned stays: the other updates are left out, and the step is complete. After the first two
-    errors the gradients are gone, and `optimizer.sound` says, alike on every rank, whether the
-    weights can be gone on with. Batches whose later updates fail are counted with those that are
-    left out: one more in a row than the options allow is an error here too, behind the end of its
-    step.
+    If the first update fails, nothing was learned. If a later one fails, or a signal comes, the
+    updates before it stay, the others are left out, and the step is complete. Such a batch counts
+    as skipped: one more in a row than the options allow is an error, after the end of its step.
+    After an error `optimizer.sound` tells, alike on every rank, whether training can go on.
 
-    Between updates the model's parameters are written; after the last one that is the bridge's.
+    Between updates the model's parameters are written; after the last one the bridge writes them.
 
     Args:
-        minibatches: this rank's bins of each; see BatchGradients for these and what follows.
+        minibatches: this rank's bins of each; see BatchGradients for the other arguments.
         skipped: counts the failures of this run; not given: this batch's alone.
 
     Returns:
-        The figures of the batch, with
-            grad_norm: the largest of the updates';
-            lr: learning rate;
-            updates, updates_skipped: how many were taken, and left out.
+        The figures of the batch, with grad_norm (the largest of the updates), lr, updates (taken)
+        and updates_skipped.
 
     Raises:
-        OutOfMemoryError: memory ran out in the first update, and every rank knows; what the batch
-            took is free again. With several ranks, in any: they cannot go on from there, but the
-            step is complete if there was an update before.
-        NonFiniteError: see MasterAdamW.update and BatchGradients.accumulate, of the first update;
-            of any if a weight is.
-        BatchError: of either kind, in a later update, if there have been too many in a row.
-        RankError: a rank ran out of memory, or its loss function failed, where others wait for it,
-            and nothing collective is possible any more.
-        StopRequested, ParityError, BatchError, ConfigError: see BatchGradients.accumulate;
-            ConfigError only of a single rank.
+        OutOfMemoryError: memory ran out in the first update, on any rank; what the batch took is
+            free again. With several ranks, in any update: they cannot go on.
+        NonFiniteError: see MasterAdamW.update and BatchGradients.accumulate.
+        BatchError: there have been too many failures in a row.
+        RankError: a rank failed where others wait for it, and nothing collective is possible.
+        StopRequested, ParityError, ConfigError: see BatchGradients.accumulate.
     """
     ranks, skipped = ranks or Ranks(), skipped or SkippedBatches(config)
     gradients = BatchGradients(

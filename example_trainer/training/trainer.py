@@ -250,7 +250,7 @@ class Trainer:
         batches: source of batches, which learns what became of each.
         bridge: hands the weights to the inference server; connected, and the server serves the
             weights of the present step.
-        parity: compares logprobs bit for bit, or not at all.
+        parity: compares logprobs bit for bit.
         checkpoints: store of what was learned.
         speed: rate that a step's time is compared with.
         reference: model that the loss keeps the policy near.
@@ -271,7 +271,7 @@ class Trainer:
     objective: Objective
     batches: BatchSource
     bridge: WeightBridge
-    parity: ParityCheck
+    parity: ParityCheck | None
     checkpoints: Checkpoints
     metrics: MetricsLog
     speed: Speed
@@ -410,7 +410,10 @@ class Trainer:
 
     def report(self) -> dict[str, Any] | None:
         """Return what the rollout service gets of the batch's tokens; None for nothing."""
-        return ((self.tokens.take() or {}) | self.parity.report()) or None
+        report = self.tokens.take() or {}
+        if self.parity is not None:
+            report |= self.parity.report()
+        return report or None
 
     def ask_restarted_servers(self) -> None:
         """Repeat the checks of the servers if one was joined since, as after a restart: it may have
@@ -502,6 +505,9 @@ class Trainer:
         if passes_ahead(self.objective, self.parity):
             ahead = 1 - 1 / minibatches
         peak = peak_memory(self.model.output_weight.device)
+        compared: Row = {}
+        if self.parity is not None:
+            compared = self.parity.row(self.optimizer.masters)
         return {
             **figures.row(),
             **step.learned,
@@ -524,6 +530,6 @@ class Trainer:
             **{f"turn/{name}": value for name, value in bridge.turn_figures.items()},
             **{f"fleet/{name}": count for name, count in report.fleet.items()},
             "batches_skipped": step.batches_skipped,
-            **self.parity.row(self.optimizer.masters),
+            **compared,
             **self.speed.row(figures, seconds, peak, epochs, ahead),
         }
