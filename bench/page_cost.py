@@ -335,7 +335,9 @@ def viewed(folder: Path) -> Iterator[tuple[int, int]]:
             forget_cached(path)
     port = free_port()
     with server(
-        [sys.executable, "-m", "atroposlib.cli.view_run", str(folder), "--port", str(port)], port, ROOT
+        [sys.executable, "-m", "atroposlib.cli.view_run", str(folder), "--port", str(port)],
+        port,
+        ROOT,
     ) as pid:
         yield port, pid
 
