@@ -273,16 +273,17 @@ def _checked_advantages(
         ]
     except Exception as error:
         raise refusal("--advantages", name, f"it failed with {told(error)}", _EXPECTED) from error
-    if len(rows) != len(scores):
-        what = f"it returned {len(rows)} groups for {len(scores)}"
-        raise refusal("--advantages", name, what, _EXPECTED)
-    for group, (row, group_scores) in enumerate(zip(rows, scores, strict=True)):
+    for group, (row, group_scores) in enumerate(zip(rows, scores, strict=False)):
         if len(row) != len(group_scores):
             what = f"{len(row)} advantages for the {len(group_scores)} rollouts of group {group}"
             raise refusal("--advantages", name, f"it returned {what}", _EXPECTED)
+    if len(rows) != len(scores):
+        what = f"it returned {len(rows)} groups for {len(scores)}"
+        raise refusal("--advantages", name, what, _EXPECTED)
+    for group, row in enumerate(rows):
         if not np.isfinite(row).all():
             raise NonFiniteError(
-                f"--advantages {name} gave {row} for the scores {list(group_scores)} of group {group}"
+                f"--advantages {name} gave {row} for the scores {list(scores[group])} of group {group}"
             )
     return rows
 
