@@ -1,5 +1,8 @@
 """The part of each parameter that a tensor-parallel rank of vLLM holds. Pure arithmetic.
 
+`plan_shards` plans it for a family of the table. For every other model the worker learns it, with
+checkpoint tensors as sources.
+
 A *full* tensor is a parameter as the trainer holds it: vLLM's name and merged rows at
 tensor-parallel degree 1, the vocabulary not padded. A rank's parameter is made of slices of the
 full tensor of the same name:
@@ -23,6 +26,7 @@ from vllm_patching.weights.families import (
     UnsupportedModel,
     parameters,
 )
+from vllm_patching.weights.regions import row_major
 
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of this before it splits it over the ranks."""
@@ -56,6 +60,66 @@ class ShardSpec:
     shape: tuple[int, ...]
     full_shape: tuple[int, ...]
     slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class SourceSlice:
+    """A range of a rank's parameter, and the elements of a trainer's tensor that fill it in order.
+
+    Attributes:
+        source: name of the trainer's tensor.
+        shape: of the elements, in both.
+        source_offset, source_strides: of the elements in the tensor's row-major order.
+        local_start: first element of the range in the rank's parameter.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    source_offset: int
+    source_strides: tuple[int, ...]
+    local_start: int
+
+
+@dataclass(frozen=True)
+class LearnedShard:
+    """One parameter of one rank, in a layout that was learned from vLLM's own loader.
+
+    Attributes:
+        name: vLLM's parameter name.
+        shape: the rank's shape, padding included.
+        sources: name and whole shape of each checkpoint tensor that fills a part of it.
+        slices: in the order of the parameter's memory. Elements that no slice covers are padding.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+    slices: tuple[SourceSlice, ...]
+
+
+def source_slices(shard: ShardSpec | LearnedShard) -> tuple[SourceSlice, ...]:
+    """The slices of a planned or a learned parameter, in one form.
+
+    A planned parameter's are taken from the trainer's tensor of the same name.
+    """
+    if isinstance(shard, LearnedShard):
+        return shard.slices
+    slices = []
+    for piece in shard.slices:
+        shape = list(shard.shape)
+        shape[piece.dim] = piece.length
+        steps = row_major(shard.full_shape).strides
+        start = piece.local_start * row_major(shard.shape).strides[piece.dim]
+        offset = piece.source_start * steps[piece.dim]
+        slices.append(SourceSlice(shard.name, tuple(shape), offset, steps, start))
+    return tuple(slices)
+
+
+def sources(shard: ShardSpec | LearnedShard) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The name and the whole shape of each of the trainer's tensors that fill a parameter."""
+    if isinstance(shard, LearnedShard):
+        return shard.sources
+    return ((shard.name, shard.full_shape),)
 
 
 def plan_shards(geometry: Geometry, tp_rank: int, tp_size: int) -> list[ShardSpec]:

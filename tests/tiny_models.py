@@ -1,0 +1,97 @@
+"""Tiny random models of many architectures, as transformers makes and saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+DENSE = SIZES | {"intermediate_size": 96}
+EXPERTS = DENSE | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+WINDOW = DENSE | {"sliding_window": 16}
+LATENT = (
+    DENSE
+    | {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4}
+    | {"n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    | {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    | {"v_head_dim": 16, "n_group": 1, "topk_group": 1}
+)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3": DENSE | {"head_dim": 16},
+    "Llama": DENSE,
+    "Olmo3": WINDOW,
+    "Phi3": WINDOW | {"pad_token_id": 0},
+    "Gemma2": WINDOW | {"head_dim": 16},
+    "Starcoder2": WINDOW,
+    "Glm4": DENSE | {"head_dim": 16, "pad_token_id": 0},
+    "Qwen3Moe": EXPERTS | {"head_dim": 16},
+    "Mixtral": DENSE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GptOss": WINDOW
+    | {"head_dim": 16, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV2": LATENT | {"topk_method": "greedy"},
+    "DeepseekV3": LATENT | {"topk_method": "noaux_tc", "num_nextn_predict_layers": 0},
+    "Qwen3Next": EXPERTS
+    | {"num_hidden_layers": 4, "head_dim": 16, "shared_expert_intermediate_size": 32}
+    | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "Qwen2_5_VL": {
+        "text_config": DENSE
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [2, 3, 3],
+                "rope_theta": 1e4,
+            }
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 4,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+        },
+    },
+    "Mamba2": {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 2,
+        "expand": 2,
+    },
+}
+"""Keys of config.json, by the first part of the configuration class's name."""
+
+
+def make_model(name: str, folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Save a random float32 model. Returns the checkpoint's tensors."""
+    import transformers
+    from safetensors.torch import load_file
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{name}Config")(**CONFIGS[name])
+    kind = transformers.AutoModelForCausalLM
+    if "vision_config" in CONFIGS[name]:
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.05)
+    model.save_pretrained(folder)
+    return {
+        key: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for key, value in load_file(file).items()
+    }
