@@ -29,7 +29,7 @@ from vllm_patching.protocol.manifest import (
 from vllm_patching.protocol.messages import BridgeWorker, Check, Room, Setup
 from vllm_patching.transport.shared_memory import gpu_uuid
 from vllm_patching.weights.families import Geometry
-from vllm_patching.weights.sharding import ShardSpec, Slice, plan_shards
+from vllm_patching.weights.sharding import ShardSpec, Slice, plan_shards, sources
 from vllm_patching.worker.receiving import Target, WeightReceiver, WeightUpdater
 
 logger = logging.getLogger(__name__)
@@ -253,7 +253,9 @@ class RowShards(Shards):
     spread = True
 
     def __init__(self, manifest: Manifest) -> None:
-        self._shapes = {entry.shard.name: entry.shard.full_shape for entry in manifest.entries}
+        self._shapes = {
+            name: shape for entry in manifest.entries for name, shape in sources(entry.shard)
+        }
 
     def whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
         return self._shapes[name]

@@ -21,10 +21,12 @@ from example_trainer.models.shards import Shards
 from example_trainer.process import StopSignal
 from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
 from example_trainer.weight_bridge.base import LeaseLost
+from example_trainer.weight_bridge.checkpoint_sources import Shapes, as_compared, held_tensors
 from vllm_patching.protocol.manifest import Manifest, dtype_name, mismatches
 from vllm_patching.protocol.messages import Route, Writer, this_process
 from vllm_patching.transport.rendezvous import Meeting
 from vllm_patching.weights.families import Geometry, parameters
+from vllm_patching.weights.sharding import sources
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +35,6 @@ _STATE_SECONDS = 2.0
 
 LEASE_LOST = 410
 """The HTTP status of a server that has given the update up, or that refuses a lease."""
-
-Shapes = Mapping[str, tuple[tuple[int, ...], str]]
-"""Whole shape and dtype name of each of the trainer's parameters, by name."""
 
 Server = TypeVar("Server", bound="WeightServer")
 
@@ -393,18 +392,21 @@ def shapes_of(model: torch.nn.Module) -> Shapes:
     nothing is sent.
     """
     shards = getattr(model, "shards", None) or Shards()
-    return {
+    shapes = {
         name: (shards.whole_shape(name, p), dtype_name(p.dtype))
-        for name, p in model.named_parameters()
+        for name, p in held_tensors(model).items()
     }
+    geometry = getattr(model, "geometry", None)
+    return shapes if geometry is None else as_compared(geometry, shapes)
 
 
 def planned_shapes(geometry: Geometry, dtype: torch.dtype) -> Shapes:
     """As `shapes_of`, of a model that is not loaded yet."""
-    return {
+    shapes = {
         name: (parameter.shape, dtype_name(dtype))
         for name, parameter in parameters(geometry).items()
     }
+    return as_compared(geometry, shapes)
 
 
 def as_served(shapes: Shapes, dtype: torch.dtype) -> Shapes:
@@ -443,9 +445,12 @@ def check_layout(info: dict[str, Any], shapes: Shapes) -> int:
         BridgeError: names the parameters that differ and both values.
     """
     require_layout(manifests_of(info), shapes, f", which serves {info['model']}")
-    mapped = len(
-        {entry.shard.name for manifest in manifests_of(info) for entry in manifest.entries}
-        & shapes.keys()
-    )
+    served = {
+        name
+        for manifest in manifests_of(info)
+        for entry in manifest.entries
+        for name, _ in sources(entry.shard)
+    }
+    mapped = len(served & shapes.keys())
     logger.info("[Bridge] Mapped %d/%d params from vLLM to trainer", mapped, len(shapes))
     return mapped

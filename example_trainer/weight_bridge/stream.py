@@ -10,6 +10,7 @@ tensor-parallel trainer never gets here: its weights are vLLM's.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ from torch import Tensor
 from example_trainer.errors import BridgeError
 from example_trainer.models.shards import Shards
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.weight_bridge.checkpoint_sources import held_in, held_tensors
 from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of
 from vllm_patching.protocol.manifest import (
     BUCKET_BYTES,
@@ -67,6 +69,7 @@ from vllm_patching.transport.rendezvous import (
     host_store,
     new_secret,
 )
+from vllm_patching.weights.regions import row_major
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +207,7 @@ class Transfer:
         cohort, bucket: what the sender sends.
         piece: of that bucket.
         first, last: rows first … last - 1 of the piece, counted from its own first one.
-        local: the row of the owner's part of the parameter at which they begin.
+        local: the element of the owner's part of the trainer's tensor at which they begin.
     """
 
     owner: int
@@ -223,33 +226,34 @@ class Cuts:
 
     layouts: tuple[tuple[FlatSlice, ...], ...]
     buckets: tuple[tuple[Bucket, ...], ...]
-    full: tuple[dict[str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, manifests: Sequence[Manifest], limit: int = BUCKET_BYTES) -> Cuts:
+    def of(
+        cls,
+        manifests: Sequence[Manifest],
+        limit: int = BUCKET_BYTES,
+        held_in: Callable[[FlatSlice], FlatSlice] = lambda item: item,
+    ) -> Cuts:
         """
         Args:
             manifests: by vLLM rank.
             limit: bytes of a bucket.
+            held_in: looks up where the trainer holds the elements of a slice.
         """
-        layouts = tuple(tuple(flat_layout(manifest)[0]) for manifest in manifests)
-        full = tuple(
-            {e.shard.name: tuple(e.shard.full_shape) for e in manifest.entries}
-            for manifest in manifests
-        )
-        return cls(layouts, tuple(tuple(buckets(layout, limit)) for layout in layouts), full)
+        layouts = tuple(tuple(map(held_in, flat_layout(manifest)[0])) for manifest in manifests)
+        return cls(layouts, tuple(tuple(buckets(layout, limit)) for layout in layouts))
 
     def item(self, cohort: int, piece: Piece) -> FlatSlice:
         """The slice that a piece is of."""
         return self.layouts[cohort][piece.item]
 
-    def in_place(self, cohort: int, item: FlatSlice, dtype: torch.dtype) -> bool:
+    @staticmethod
+    def in_place(item: FlatSlice, dtype: torch.dtype) -> bool:
         """Whether a slice's rows lie contiguous, in the right dtype, in a whole parameter of
-        `dtype`: columns do not.
+        `dtype`: columns do not. A checkpoint tensor may have a dtype of its own, or be a view.
         """
-        return item.dtype == dtype and (
-            item.slice.dim == 0 or item.slice.length == self.full[cohort][item.name][1]
-        )
+        contiguous = item.slice.source_strides == row_major(item.shape).strides
+        return item.dtype == dtype and contiguous and not item.learned
 
     @property
     def num_bytes(self) -> int:
@@ -286,28 +290,43 @@ def _transfers(
 ) -> Iterator[Transfer]:
     for piece in cuts.buckets[cohort][bucket].pieces:
         item = cuts.item(cohort, piece)
-        rows = cuts.full[cohort][item.name][0]
-        chunk = -(-rows // world_size)
-        first = piece.first + (item.slice.source_start if item.slice.dim == 0 else 0)
-        last = first + piece.last - piece.first
-        for owner in range(first // chunk, -(-last // chunk)):
-            begin, end = max(first, owner * chunk), min(last, (owner + 1) * chunk)
-            yield Transfer(
-                owner,
-                sender,
-                cohort,
-                bucket,
-                piece,
-                begin - first,
-                end - first,
-                begin - owner * chunk,
-            )
+        row = math.prod(item.full_shape[1:])
+        chunk = -(-item.full_shape[0] // world_size) * row
+        step, *others = item.slice.source_strides
+        reach = sum(
+            (length - 1) * stride for length, stride in zip(item.shape[1:], others, strict=True)
+        )
+        start = item.slice.source_offset + piece.first * step
+        for owner, first, last in _owners(start, step, piece.last - piece.first, chunk):
+            local = start + first * step - owner * chunk
+            if local + (last - first - 1) * step + reach >= chunk:
+                raise BridgeError(
+                    f"{item.name} of vLLM has rows that are spread over ranks in the trainer's "
+                    f"{item.slice.source}: train this model on one rank"
+                )
+            yield Transfer(owner, sender, cohort, bucket, piece, first, last, local)
+
+
+def _owners(start: int, step: int, rows: int, chunk: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (owner, first row, last row + 1) for the rows of a piece.
+
+    Args:
+        start: element of the whole tensor at which the first row begins.
+        step: elements from row to row.
+        chunk: elements of the whole tensor that each rank holds.
+    """
+    first = 0
+    while first < rows:
+        owner = (start + first * step) // chunk
+        last = min(rows, -(-((owner + 1) * chunk - start) // step))
+        yield owner, first, last
+        first = last
 
 
 def packed_bytes(cuts: Cuts, transfer: Transfer, dtype: torch.dtype) -> int:
     """Bytes of a transfer that its owner cannot hand over from where they are, each aligned to 16."""
     item = cuts.item(transfer.cohort, transfer.piece)
-    if transfer.owner == transfer.sender or cuts.in_place(transfer.cohort, item, dtype):
+    if transfer.owner == transfer.sender or cuts.in_place(item, dtype):
         return 0
     rows = transfer.piece.last - transfer.piece.first
     size = transfer.piece.num_bytes // rows * (transfer.last - transfer.first)
@@ -414,7 +433,9 @@ def buffer_bytes(
     every = ((r, b) for r, found in enumerate(cuts.buckets) for b in range(len(found)))
     largest = max((bucket_bytes(cuts, r, b, dtype, packs_all) for r, b in every), default=0)
     handed = 0
-    if world_size > 1:
+    if world_size > 1 and any(item.learned for layout in cuts.layouts for item in layout):
+        handed = max(HANDED_BYTES, largest)  # what steps_of packs at most
+    elif world_size > 1:
         for steps in steps_of(plan, cuts, dtype):
             for step in steps:
                 packed = [0] * world_size
@@ -429,9 +450,7 @@ def bucket_bytes(cuts: Cuts, cohort: int, bucket: int, dtype: torch.dtype, packs
     or all of it.
     """
     one = cuts.buckets[cohort][bucket]
-    if packs_all or any(
-        not cuts.in_place(cohort, cuts.item(cohort, piece), dtype) for piece in one.pieces
-    ):
+    if packs_all or any(not cuts.in_place(cuts.item(cohort, piece), dtype) for piece in one.pieces):
         return one.num_bytes
     return 0
 
@@ -719,11 +738,11 @@ class WeightStream:
             bucket_bytes: see pieces.buckets; the receivers'.
         """
         self._shards: Shards = getattr(model, "shards", None) or Shards()
-        self._parameters = dict(model.named_parameters())
+        self._parameters = held_tensors(model)
         dtype = next(iter(self._parameters.values())).dtype
         self._served = manifests[0].entries[0].torch_dtype
         self._ranks, self._device = ranks, device
-        self._cuts = cuts = Cuts.of(manifests, bucket_bytes)
+        self._cuts = cuts = Cuts.of(manifests, bucket_bytes, held_in(model))
         self.num_bytes = cuts.num_bytes
         self._gathers = ranks.world_size > 1
         self._rounds = plan.rounds([len(found) for found in cuts.buckets])
@@ -860,7 +879,12 @@ class WeightStream:
 
     def _local(self) -> dict[str, Tensor]:
         """Look up the part of each parameter that this rank holds."""
-        return {name: self._shards.local(held) for name, held in self._parameters.items()}
+        return {
+            name: self._shards.local(held)
+            if isinstance(held, torch.nn.Parameter)
+            else self._shards.take(name, held)  # a buffer is whole on each rank
+            for name, held in self._parameters.items()
+        }
 
     def _exchange(
         self, number: int, transfers: Sequence[Transfer], local: dict[str, Tensor]
@@ -881,9 +905,9 @@ class WeightStream:
                 bucket = piece.in_buffer(self._buffers[number % 2], item)
                 target = bucket[transfer.first : transfer.last]
             if transfer.owner == me:
-                source = local[item.name][transfer.local : transfer.local + rows]
-                if item.slice.dim == 1:
-                    source = source.narrow(1, item.slice.source_start, item.slice.length)
+                mine, shape = local[item.slice.source], (rows, *item.shape[1:])
+                start = mine.storage_offset() + transfer.local
+                source = mine.as_strided(shape, item.slice.source_strides, start)
             if transfer.owner == transfer.sender:
                 exchange.copy(target, source)
                 continue
@@ -915,8 +939,8 @@ class WeightStream:
         item = self._cuts.item(cohort, piece)
         if self._gathers:
             return piece.in_buffer(self._buffers[number % 2], item), None
-        source = piece.of(source_view(item, self._parameters[item.name].data))
-        if self._enqueues and self._cuts.in_place(cohort, item, source.dtype):
+        source = piece.of(source_view(item, self._parameters[item.slice.source].data))
+        if self._enqueues and self._cuts.in_place(item, source.dtype):
             return source, None
         return piece.in_buffer(self._buffers[number % 2], item), source
 

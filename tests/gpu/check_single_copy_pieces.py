@@ -27,7 +27,7 @@ from vllm_patching.transport.shared_memory import (
     open_handles,
     share_event,
 )
-from vllm_patching.weights.sharding import Slice
+from vllm_patching.weights.sharding import SourceSlice
 from vllm_patching.worker.receiving import WeightUpdater
 
 Result = tuple[bool, str]
@@ -144,7 +144,8 @@ def staging_is_given_back() -> Result:
     """
     count = 1 << 30
     live = torch.zeros(count, dtype=torch.bfloat16, device="cuda")
-    whole = FlatSlice("w", Slice(0, 0, 0, count), (count,), torch.bfloat16, 0, live.nbytes)
+    piece = SourceSlice("w", (count,), 0, (1,), 0)
+    whole = FlatSlice("w", piece, (count,), torch.bfloat16, 0, live.nbytes)
     updater = WeightUpdater(0, [whole], live.nbytes, [("w", live)], logging.getLogger("check"))
     free = [torch.cuda.mem_get_info()[0]]
     for direct in (False, True):

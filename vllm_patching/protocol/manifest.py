@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from vllm_patching.weights.sharding import ShardSpec, Slice
+from vllm_patching.weights.sharding import (
+    LearnedShard,
+    ShardSpec,
+    Slice,
+    SourceSlice,
+    source_slices,
+    sources,
+)
 
 ALIGNMENT = 16
 """Bytes. Every slice starts at a multiple of this in the flat buffer, so that it can be viewed as
@@ -24,7 +31,7 @@ class ManifestEntry:
     (`cpu`, `cuda:0`).
     """
 
-    shard: ShardSpec
+    shard: ShardSpec | LearnedShard
     dtype: str
     device: str
 
@@ -49,7 +56,7 @@ class Manifest:
             (
                 e.shard.name,
                 e.shard.shape,
-                e.shard.full_shape,
+                _sources_to_json(e.shard),
                 [asdict(s) for s in e.shard.slices],
                 e.dtype,
             )
@@ -61,7 +68,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `param_mappings` maps each name to shape, full_shape, dtype, device and
-        slices.
+        slices. A learned parameter has `sources`, by name, in place of its full_shape.
         """
         return {
             "tp_rank": self.tp_rank,
@@ -70,7 +77,7 @@ class Manifest:
             "param_mappings": {
                 e.shard.name: {
                     "shape": list(e.shard.shape),
-                    "full_shape": list(e.shard.full_shape),
+                    _SOURCES[type(e.shard)]: _sources_to_json(e.shard),
                     "dtype": e.dtype,
                     "device": e.device,
                     "slices": [asdict(s) for s in e.shard.slices],
@@ -88,16 +95,7 @@ class Manifest:
         """
         try:
             entries = tuple(
-                ManifestEntry(
-                    ShardSpec(
-                        name,
-                        tuple(row["shape"]),
-                        tuple(row["full_shape"]),
-                        tuple(Slice(**s) for s in row["slices"]),
-                    ),
-                    row["dtype"],
-                    row["device"],
-                )
+                ManifestEntry(_shard_from_json(name, row), row["dtype"], row["device"])
                 for name, row in data["param_mappings"].items()
             )
             manifest = cls(int(data["tp_rank"]), int(data["tp_size"]), entries)
@@ -111,16 +109,57 @@ class Manifest:
         return manifest
 
 
+_SOURCES = {ShardSpec: "full_shape", LearnedShard: "sources"}
+
+
+def _sources_to_json(shard: ShardSpec | LearnedShard) -> Any:
+    if isinstance(shard, LearnedShard):
+        return {name: list(shape) for name, shape in shard.sources}
+    return list(shard.full_shape)
+
+
+def _shard_from_json(name: str, row: Mapping[str, Any]) -> ShardSpec | LearnedShard:
+    shape = tuple(row["shape"])
+    if "sources" not in row:
+        slices = tuple(Slice(**piece) for piece in row["slices"])
+        return ShardSpec(name, shape, tuple(row["full_shape"]), slices)
+    whole_shapes = tuple((source, tuple(size)) for source, size in row["sources"].items())
+    learned = tuple(
+        SourceSlice(
+            piece["source"],
+            tuple(piece["shape"]),
+            piece["source_offset"],
+            tuple(piece["source_strides"]),
+            piece["local_start"],
+        )
+        for piece in row["slices"]
+    )
+    return LearnedShard(name, shape, whole_shapes, learned)
+
+
 @dataclass(frozen=True)
 class FlatSlice:
-    """Where one slice of one parameter lies in a rank's flat byte buffer."""
+    """Where one slice of one parameter lies in a rank's flat byte buffer.
+
+    Attributes:
+        name: of the parameter.
+        slice: the elements of the trainer's tensor, and their range in the parameter.
+        full_shape: of the trainer's tensor.
+        learned: the trainer's tensor is a checkpoint tensor, and not its own parameter.
+    """
 
     name: str
-    slice: Slice
-    shape: tuple[int, ...]
+    slice: SourceSlice
+    full_shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
     num_bytes: int
+    learned: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the elements."""
+        return self.slice.shape
 
 
 def flat_layout(manifest: Manifest) -> tuple[list[FlatSlice], int]:
@@ -132,16 +171,12 @@ def flat_layout(manifest: Manifest) -> tuple[list[FlatSlice], int]:
     layout: list[FlatSlice] = []
     offset = 0
     for entry in manifest.entries:
-        itemsize = entry.torch_dtype.itemsize
-        for piece in entry.shard.slices:
-            shape = list(entry.shard.shape)
-            shape[piece.dim] = piece.length
-            num_bytes = itemsize * _product(shape)
-            layout.append(
-                FlatSlice(
-                    entry.shard.name, piece, tuple(shape), entry.torch_dtype, offset, num_bytes
-                )
-            )
+        shard, dtype = entry.shard, entry.torch_dtype
+        whole_shapes, learned = dict(sources(shard)), isinstance(shard, LearnedShard)
+        for piece in source_slices(shard):
+            num_bytes = dtype.itemsize * math.prod(piece.shape)
+            full = whole_shapes[piece.source]
+            layout.append(FlatSlice(shard.name, piece, full, dtype, offset, num_bytes, learned))
             offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
     return layout, offset
 
@@ -158,13 +193,20 @@ def flat_views(
 
 
 def source_view(item: FlatSlice, full: torch.Tensor) -> torch.Tensor:
-    """The part of the trainer's full tensor that a slice is taken from."""
-    return full.narrow(item.slice.dim, item.slice.source_start, item.slice.length)
+    """The part of the trainer's full tensor that a slice is taken from.
+
+    Args:
+        full: contiguous.
+    """
+    piece = item.slice
+    start = full.storage_offset() + piece.source_offset
+    return full.as_strided(piece.shape, piece.source_strides, start)
 
 
 def local_view(item: FlatSlice, parameter: torch.Tensor) -> torch.Tensor:
     """The part of the rank's parameter that a slice goes to."""
-    return parameter.narrow(item.slice.dim, item.slice.local_start, item.slice.length)
+    first, size = item.slice.local_start, math.prod(item.shape)
+    return parameter.view(-1)[first : first + size].view(item.shape)
 
 
 def mismatches(manifest: Manifest, trainer: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
@@ -175,20 +217,19 @@ def mismatches(manifest: Manifest, trainer: Mapping[str, tuple[tuple[int, ...], 
     parameter of each side has its partner on the other.
     """
     problems = []
-    served = {e.shard.name: e for e in manifest.entries}
+    served = {name: (shape, e) for e in manifest.entries for name, shape in sources(e.shard)}
     for name in sorted(served.keys() - trainer.keys()):
         problems.append(f"{name}: vLLM has it, the trainer does not")
     for name in sorted(trainer.keys() - served.keys()):
         problems.append(f"{name}: the trainer has it, vLLM does not")
-    for name, entry in served.items():
+    for name, (full_shape, entry) in served.items():
         if name not in trainer:
             continue
         shape, dtype = trainer[name]
-        if tuple(shape) != entry.shard.full_shape:
-            problems.append(
-                f"{name}: shape {tuple(shape)} in the trainer, {entry.shard.full_shape} in vLLM"
-            )
-        if dtype != entry.dtype:
+        if tuple(shape) != full_shape:
+            problems.append(f"{name}: shape {tuple(shape)} in the trainer, {full_shape} in vLLM")
+        # A learned parameter may have a dtype of its own: what is sent is rounded to it.
+        if dtype != entry.dtype and isinstance(entry.shard, ShardSpec):
             problems.append(f"{name}: dtype {dtype} in the trainer, {entry.dtype} in vLLM")
     return problems
 
@@ -204,13 +245,6 @@ def parse_dtype(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def _product(shape: list[int]) -> int:
-    result = 1
-    for extent in shape:
-        result *= extent
-    return result
 
 
 BUCKET_BYTES = 128 << 20

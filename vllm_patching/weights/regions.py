@@ -130,9 +130,7 @@ def through(copied: Copied, base: Region) -> Copied:
     sources: list[int] = []
     targets: list[int] = []
     view = copied.source
-    for length, stride, target in zip(
-        view.shape, view.strides, copied.target.strides, strict=True
-    ):
+    for length, stride, target in zip(view.shape, view.strides, copied.target.strides, strict=True):
         for part, spacing in _spread(length, stride, base, steps, last):
             length //= part
             shape.append(part)

@@ -160,4 +160,4 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _region(tensor: torch.Tensor, shift: int = 0) -> Region:
-    return Region(tensor.storage_offset() + shift, tuple(tensor.shape), tensor.stride())
+    return Region(int(tensor.storage_offset()) + shift, tuple(tensor.shape), tensor.stride())

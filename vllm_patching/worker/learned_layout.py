@@ -204,9 +204,7 @@ def recomputation(
 def _tensor_names(module: nn.Module) -> set[str]:
     """Names of the tensors that a module holds itself, registered or not, scalars excepted."""
     held = {**module._parameters, **module._buffers, **vars(module)}
-    return {
-        name for name, value in held.items() if isinstance(value, torch.Tensor) and value.dim()
-    }
+    return {name for name, value in held.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
 def _sums_by_name(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:

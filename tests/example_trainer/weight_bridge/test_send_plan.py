@@ -21,7 +21,7 @@ from example_trainer.weight_bridge.stream import (
     steps_of,
 )
 from tests.geometries import geometry_of
-from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry, source_view
 from vllm_patching.protocol.messages import Route
 from vllm_patching.weights.families import Geometry
 from vllm_patching.weights.sharding import plan_shards
@@ -100,15 +100,11 @@ def test_every_row_comes_from_the_rank_that_holds_it(
             largest = 0
             for t in step:
                 item = cuts.item(t.cohort, t.piece)
-                rows = cuts.full[t.cohort][item.name][0]
-                first = (
-                    t.piece.first
-                    + (item.slice.source_start if item.slice.dim == 0 else 0)
-                    + t.first
-                )
-                chunks = torch.arange(rows).chunk(world_size)
-                held = chunks[t.owner][t.local : t.local + t.last - t.first]
-                assert held.tolist() == list(range(first, first + t.last - t.first))
+                full = torch.arange(torch.Size(item.full_shape).numel()).view(item.full_shape)
+                wanted = t.piece.of(source_view(item, full))[t.first : t.last]
+                held = full.chunk(world_size)[t.owner].clone()
+                own = held.as_strided(wanted.shape, item.slice.source_strides, t.local)
+                assert torch.equal(own, wanted)
                 assert plan.sender(t.cohort, t.bucket % plan.lanes) == t.sender
                 covered.update(
                     (t.cohort, t.piece.item, t.piece.first + row) for row in range(t.first, t.last)

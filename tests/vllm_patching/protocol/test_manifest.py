@@ -23,7 +23,7 @@ from vllm_patching.protocol.manifest import (
     parse_dtype,
     source_view,
 )
-from vllm_patching.weights.sharding import plan_shards
+from vllm_patching.weights.sharding import LearnedShard, SourceSlice, plan_shards
 
 GEOMETRY = geometry_of("Qwen3", 2, 12, 8, 4, 2, 3, 70)
 
@@ -131,6 +131,34 @@ def test_the_digest_tells_ranks_shapes_and_dtypes_apart_but_not_devices() -> Non
         )
         == 4
     )
+
+
+def learned() -> Manifest:
+    """A parameter of two checkpoint tensors: one column of the first, and the other transposed."""
+    slices = (SourceSlice("x", (3,), 1, (2,), 0), SourceSlice("y", (2, 2), 0, (1, 2), 3))
+    shard = LearnedShard("w", (7,), (("x", (3, 2)), ("y", (2, 2))), slices)
+    return Manifest(0, 1, (ManifestEntry(shard, "float32", "cpu"),))
+
+
+def test_a_learned_parameter_comes_back_and_is_filled_from_its_sources() -> None:
+    manifest = learned()
+    assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+    trainer = {"x": ((3, 2), "bfloat16"), "y": ((2, 2), "float32")}
+    assert mismatches(manifest, trainer) == [], "it has a dtype of its own"
+    assert mismatches(manifest, {"x": ((2, 3), "float32"), "z": ((1,), "float32")}) == [
+        "y: vLLM has it, the trainer does not",
+        "z: the trainer has it, vLLM does not",
+        "x: shape (2, 3) in the trainer, (3, 2) in vLLM",
+    ]
+    full = {"x": torch.arange(6.0).view(3, 2), "y": torch.arange(10.0, 14).view(2, 2)}
+    parameter = torch.zeros(7)
+    for item in flat_layout(manifest)[0]:
+        local_view(item, parameter).copy_(source_view(item, full[item.slice.source]))
+    assert parameter.tolist() == [1, 3, 5, 10, 12, 11, 13]
+
+
+def test_a_planned_manifest_has_the_digest_of_earlier_releases() -> None:
+    assert manifest().digest() == "bf82f9cae0b09ccaeb6a02f74b1b2c9d"
 
 
 def test_dtype_names() -> None:

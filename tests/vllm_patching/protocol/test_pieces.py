@@ -19,7 +19,8 @@ from vllm_patching.protocol.manifest import (
     buckets,
     flat_layout,
 )
-from vllm_patching.weights.sharding import Slice, plan_shards
+from vllm_patching.weights.regions import row_major
+from vllm_patching.weights.sharding import SourceSlice, plan_shards
 
 LAYOUTS = st.lists(
     st.tuples(
@@ -36,9 +37,9 @@ def layout_of(shapes: list[tuple[list[int], torch.dtype]]) -> list[FlatSlice]:
     layout, offset = [], 0
     for number, (shape, dtype) in enumerate(shapes):
         size = torch.Size(shape).numel() * dtype.itemsize
-        layout.append(
-            FlatSlice(f"w{number}", Slice(0, 0, 0, shape[0]), tuple(shape), dtype, offset, size)
-        )
+        name, whole = f"w{number}", tuple(shape)
+        piece = SourceSlice(name, whole, 0, row_major(whole).strides, 0)
+        layout.append(FlatSlice(name, piece, whole, dtype, offset, size))
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return layout
 
