@@ -43,7 +43,7 @@ def held_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_planned(geometry: Geometry) -> bool:
-    """Whether a server plans this model's layout by the table; otherwise it learns the layout."""
+    """Return whether a server plans this model's layout by the table; it learns any other."""
     return geometry.architecture in FAMILIES
 
 
