@@ -158,7 +158,7 @@ class FlatSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the elements."""
+        """The shape of the elements."""
         return self.slice.shape
 
 

@@ -26,7 +26,7 @@ from vllm_patching.worker.copy_recorder import CopyRecorder, Records
 from vllm_patching.worker.parameters import LayoutError, own_parameters
 
 MOST_SLICES = 4096
-"""Of one parameter. More cost more time in an update than vLLM's own loader."""
+"""Limit for one parameter. More slices cost more time in an update than vLLM's own loader."""
 _SHOWN = 6
 
 
