@@ -570,7 +570,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "20 × `--max-body-bytes` + 256 MiB": "MEMORY_PER_BYTE and MEMORY_BESIDES in atroposlib/service/group_reader.py",
         "of more than 1 MiB in work at the managed-server proxy | 256 MiB": "MAX_BODIES in atroposlib/inference/proxy.py",
         "64 MiB for each file": "MAX_KEPT_BYTES in atroposlib/utils/files.py",
-        "1 MiB for each file": "MAX_WAITING_BYTES in atroposlib/dashboard/live/snapshots.py",
+        "1 MiB for each file": "MAX_WAITING_BYTES in atroposlib/dashboard/live/monitor.py",
         "64 MiB, and 16 MiB more that no post may use up": "RESERVE_BYTES and SLACK_BYTES in atroposlib/service",
         "body of a request without the key, such as a sign-in | 64 KiB": "TINY_BODY in atroposlib/web/middleware.py",
         "body of a request with the key that holds no groups | 1 MiB": "MAX_SMALL_BODY in atroposlib/web/middleware.py",

@@ -25,9 +25,8 @@ from atroposlib.command_line import (
 )
 from atroposlib.dashboard.app import PageRoute
 from atroposlib.dashboard.live.hub import Hub
-from atroposlib.dashboard.live.monitor import LiveSource, Place
+from atroposlib.dashboard.live.monitor import LiveSource, Place, observed_folder
 from atroposlib.dashboard.live.servers import ServerWatch
-from atroposlib.dashboard.live.snapshots import observed_folder
 from atroposlib.dashboard.page import RunPage
 from atroposlib.dashboard.rollouts.archive import MAX_BYTES
 from atroposlib.dashboard.rollouts.recorder import RolloutRecorder

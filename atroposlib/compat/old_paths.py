@@ -11,6 +11,7 @@ from types import CodeType, ModuleType
 PUBLIC_PATHS = {
     "atroposlib.api": "atroposlib.compat.api",
     "atroposlib.envs.eval": "atroposlib.compat.evaluation",
+    "atroposlib.envs.reward_fns.combined_reward": "atroposlib.compat.reward_fns.registry",
     "atroposlib.envs.reward_fns": "atroposlib.compat.reward_fns",
     "atroposlib.envs.teacher_distillation_env": "atroposlib.compat.teacher_distillation_env",
     "atroposlib.envs.server_handling.managed_server_proxy": "atroposlib.inference.proxy",
@@ -21,11 +22,11 @@ PUBLIC_PATHS = {
     "atroposlib.envs.server_handling.trl_vllm_server": "atroposlib.inference.client",
     "atroposlib.envs.server_handling": "atroposlib.inference",
     "atroposlib.frontend": "atroposlib.compat",
-    "atroposlib.utils.advantages": "atroposlib.compat.advantages",
-    "atroposlib.utils.best_of_n_selection": "atroposlib.compat.best_of_n_selection",
-    "atroposlib.utils.io": "atroposlib.compat.io",
-    "atroposlib.utils.message_history_utils": "atroposlib.compat.message_history_utils",
-    "atroposlib.utils.tokenize_for_trainer": "atroposlib.compat.tokenize_for_trainer",
+    "atroposlib.utils.advantages": "atroposlib.compat.utils",
+    "atroposlib.utils.best_of_n_selection": "atroposlib.compat.utils",
+    "atroposlib.utils.io": "atroposlib.compat.utils",
+    "atroposlib.utils.message_history_utils": "atroposlib.compat.utils",
+    "atroposlib.utils.tokenize_for_trainer": "atroposlib.compat.utils",
     "atroposlib.utils.tool_call_parser": "atroposlib.inference.responses",
 }
 """Path in the public SDK -> ours."""

@@ -21,10 +21,8 @@ if not __package__:
 from example_trainer.launcher import logs, status
 from example_trainer.launcher.command_line import ROOT, OneLineParser, positive_int, run_command
 from example_trainer.launcher.control import Starter, stop_parts
-from example_trainer.launcher.keys import KEYS_FILE, SERVICE
 from example_trainer.launcher.options import add_run_option, parse
-from example_trainer.launcher.parts import PARTS, SERVERS, chosen
-from example_trainer.launcher.records import Records
+from example_trainer.launcher.records import KEYS_FILE, PARTS, SERVERS, SERVICE, Records, chosen
 from example_trainer.launcher.rolling import restart_servers
 from example_trainer.launcher.stack import Stack
 

@@ -16,7 +16,14 @@ from typing import NoReturn
 
 from example_trainer.child_processes.files import disk_refusal
 from example_trainer.child_processes.processes import ProcessError
-from example_trainer.launcher.errors import LauncherError
+
+
+class LauncherError(ProcessError):
+    """The run cannot go on.
+
+    The first line names the thing, its value and the remedy; what follows is log.
+    """
+
 
 ROOT = Path(__file__).resolve().parents[2]
 

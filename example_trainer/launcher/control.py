@@ -22,13 +22,20 @@ from example_trainer.child_processes.processes import (
     describe_exit,
     start_guard,
 )
-from example_trainer.launcher.command_line import ROOT
-from example_trainer.launcher.errors import LauncherError
+from example_trainer.launcher.command_line import ROOT, LauncherError
 from example_trainer.launcher.fleet import join
-from example_trainer.launcher.keys import SERVICE, make_keys, variables_of
 from example_trainer.launcher.options import save
-from example_trainer.launcher.parts import kind_of, server_number, to_stop
-from example_trainer.launcher.records import Record, Records, owner_is_me
+from example_trainer.launcher.records import (
+    SERVICE,
+    Record,
+    Records,
+    kind_of,
+    make_keys,
+    owner_is_me,
+    server_number,
+    to_stop,
+    variables_of,
+)
 from example_trainer.launcher.roles import Command
 from example_trainer.launcher.stack import Stack
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from example_trainer.child_processes.processes import get_json, post_json
-from example_trainer.launcher.errors import LauncherError
+from example_trainer.launcher.command_line import LauncherError
 
 PROBE_SECONDS = 5.0
 STALE_SECONDS = 30.0

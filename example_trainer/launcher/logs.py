@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from example_trainer.child_processes.processes import tail
-from example_trainer.launcher.parts import PARTS, in_order, kind_of
+from example_trainer.launcher.records import PARTS, in_order, kind_of
 
 POLL_SECONDS = 0.2
 NAMES = {

@@ -1,19 +1,141 @@
-"""What a run folder knows about its processes: one file each, which names a process so that no
-other is taken for it.
+"""The parts of a stack (service, vllm, vllm-2, …, environment, trainer), and the facts that a run
+folder keeps of them: keys, and one file for each process, so that no other process is taken for it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from atroposlib.utils.processes import Identity, boot_id, identify
 from example_trainer.child_processes.files import write_whole
-from example_trainer.launcher.errors import LauncherError
-from example_trainer.launcher.parts import in_order, kind_of
+from example_trainer.child_processes.run_keys import KEYS_FILE, SERVICE, VLLM, make_keys, read_keys
+from example_trainer.launcher.command_line import LauncherError
+
+PARTS = ("service", "vllm", "environment", "trainer")
+"""The kinds of part, in the order in which they are started. There can be several vLLM servers, one
+of each of the others."""
+SERVERS = "servers"
+"""Names every vLLM server where parts are named."""
+_SERVER = re.compile(r"vllm(?:-([2-9]|[1-9][0-9]+))?")
+_STOP_ORDER = ("environment", "trainer", "vllm", "service")
+
+
+def server_name(number: int) -> str:
+    """`vllm` for the first server (number 0), `vllm-2` for the second one, and so on."""
+    return "vllm" if number == 0 else f"vllm-{number + 1}"
+
+
+def server_number(part: str) -> int | None:
+    """Which server a part is, counted from 0; None for another part, or for no part at all."""
+    found = _SERVER.fullmatch(part)
+    return None if found is None else int(found[1] or 1) - 1
+
+
+def kind_of(part: str) -> str:
+    """The kind, one of PARTS; empty for a name that is no part's."""
+    if server_number(part) is not None:
+        return "vllm"
+    return part if part in PARTS else ""
+
+
+def parts_of(servers: int) -> tuple[str, ...]:
+    """Every part of a stack with so many vLLM servers, in the order in which they are started."""
+    names = {"vllm": tuple(server_name(number) for number in range(servers))}
+    return tuple(name for kind in PARTS for name in names.get(kind, (kind,)))
+
+
+def in_order(parts: Iterable[str]) -> tuple[str, ...]:
+    """Parts in the order in which they are started, each once."""
+    return tuple(
+        sorted(set(parts), key=lambda part: (PARTS.index(kind_of(part)), server_number(part) or 0))
+    )
+
+
+def to_stop(parts: Iterable[str]) -> tuple[str, ...]:
+    """Parts in the order in which they are stopped: those that feed others first."""
+    return tuple(
+        sorted(
+            set(parts),
+            key=lambda part: (_STOP_ORDER.index(kind_of(part)), server_number(part) or 0),
+        )
+    )
+
+
+def chosen(named: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
+    """The parts that were named, or all.
+
+    Args:
+        named: names as they were typed; `servers` stands for every vLLM server.
+        there: the parts that there are.
+
+    Raises:
+        LauncherError: a name is no part's, or there is no such server.
+    """
+    found: set[str] = set()
+    for name in named:
+        if name == SERVERS:
+            found |= {part for part in there if kind_of(part) == "vllm"}
+        elif kind_of(name) == "vllm" and name not in there and name != "vllm":
+            servers = (
+                ", ".join(part for part in there if kind_of(part) == "vllm") or "no vLLM server"
+            )
+            raise LauncherError(
+                f"{name!r} is not there: this stack has {servers}; --vllm-servers says how many"
+            )
+        elif not kind_of(name):
+            known = ", ".join((*PARTS, SERVERS))
+            raise LauncherError(
+                f"{name!r} is no part of the stack: give some of {known} or vllm-2 and so on, or none for all"
+            )
+        else:
+            found.add(name)
+    return in_order(found) if named else in_order(there)
+
+
+__all__ = [
+    "KEYS_FILE",
+    "NEEDED_BY",
+    "SERVICE",
+    "VLLM",
+    "make_keys",
+    "read_keys",
+    "refuse_keys",
+    "variables_of",
+]
+BOTH = (SERVICE, VLLM)
+NEEDED_BY = {"service": BOTH, "vllm": (VLLM,), "environment": BOTH, "trainer": BOTH}
+"""Kind of part -> the variables that it gets. The service asks the servers how they are, for its
+page."""
+
+
+def variables_of(
+    part: str, environment: Mapping[str, str], keys: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment with the keys that a part needs, and without those that it does not."""
+    others = {name: value for name, value in environment.items() if name not in (SERVICE, VLLM)}
+    return others | {name: keys[name] for name in NEEDED_BY[kind_of(part)]}
+
+
+def refuse_keys(part: str, words: tuple[str, ...]) -> None:
+    """Refuse a key among the further flags of a part.
+
+    Raises:
+        LauncherError: there is one; it would stand in `ps` and in the run's folder, for everybody
+            to read.
+    """
+    found = [flag for word in words if "api-key" in (flag := word.split("=")[0]).replace("_", "-")]
+    if found:
+        raise LauncherError(
+            f"--{part}-args holds {found[0]}, which everybody could read in `ps`: leave it out; start.sh takes keys from "
+            f"{SERVICE} and {VLLM}, or makes them"
+        )
+
 
 FOLDER = "processes"
 OWNED_LOG = "trainer/vllm.log"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from example_trainer.child_processes.files import private_files
 from example_trainer.child_processes.processes import ProcessError
+from example_trainer.launcher.command_line import LauncherError
 from example_trainer.launcher.control import Part, Say, Starter, claimed
-from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import (
     GOOD,
     SERVING,
@@ -19,9 +19,8 @@ from example_trainer.launcher.fleet import (
     ask_server,
     published_fleet,
 )
-from example_trainer.launcher.keys import SERVICE, make_keys
 from example_trainer.launcher.options import last_start
-from example_trainer.launcher.parts import chosen, kind_of, server_number
+from example_trainer.launcher.records import SERVICE, chosen, kind_of, make_keys, server_number
 from example_trainer.launcher.stack import Stack
 
 LINE_SECONDS = 10.0

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from example_trainer.launcher import roles
-from example_trainer.launcher.errors import LauncherError
-from example_trainer.launcher.gpus import degrees
-from example_trainer.launcher.keys import KEYS_FILE
-from example_trainer.launcher.options import StackOptions
-from example_trainer.launcher.parts import server_name, server_number
+from example_trainer.launcher.command_line import LauncherError
+from example_trainer.launcher.options import StackOptions, degrees
+from example_trainer.launcher.records import KEYS_FILE, server_name, server_number
 from example_trainer.launcher.roles import Command
 from example_trainer.launcher.starter_models import (
     BATCHES,

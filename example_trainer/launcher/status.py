@@ -18,9 +18,7 @@ from example_trainer.child_processes.processes import (
     tail,
 )
 from example_trainer.launcher.fleet import Fleet, look
-from example_trainer.launcher.keys import KEYS_FILE, SERVICE, read_keys
-from example_trainer.launcher.parts import kind_of
-from example_trainer.launcher.records import Record, Records
+from example_trainer.launcher.records import KEYS_FILE, SERVICE, Record, Records, kind_of, read_keys
 
 PROBE_SECONDS = 5.0
 

@@ -18,8 +18,7 @@ import pytest
 
 from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
-from example_trainer.launcher.keys import KEYS_FILE, read_keys
-from example_trainer.launcher.records import identify
+from example_trainer.launcher.records import KEYS_FILE, identify, read_keys
 from tests.conftest import ROOT
 from tests.e2e.conftest import FORKED_ENGINES
 from tests.e2e.typed_commands import Operations, eventually

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from environments.math_data import load_from_path
-from example_trainer.launcher.keys import read_keys
+from example_trainer.launcher.records import read_keys
 from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import FORKED_ENGINES
 from tests.e2e.typed_commands import Operations, eventually

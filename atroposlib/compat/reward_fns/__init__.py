@@ -7,8 +7,6 @@ A reward that cannot be computed raises: it never becomes a score of zero, which
 model something.
 """
 
-from atroposlib.compat.reward_fns.combined_reward import CombinedReward
-from atroposlib.compat.reward_fns.registry import registry
-from atroposlib.compat.reward_fns.reward_function import RewardFunction
+from atroposlib.compat.reward_fns.registry import CombinedReward, RewardFunction, registry
 
 __all__ = ["CombinedReward", "RewardFunction", "registry"]

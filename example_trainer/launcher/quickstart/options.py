@@ -12,13 +12,13 @@ from typing import Any
 
 from example_trainer.launcher.command_line import (
     ROOT,
+    LauncherError,
     OneLineParser,
     check_model,
     learning_rate,
     positive_int,
     visible_gpus,
 )
-from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.starter_models import LEARNING_RATES, MODELS, STEPS
 
 MOST_EVAL_PROBLEMS = 1000

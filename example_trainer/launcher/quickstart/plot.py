@@ -16,7 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from example_trainer.child_processes.files import write_whole
-from example_trainer.launcher.quickstart.metrics import Step, number
+from example_trainer.launcher.quickstart.display import Step, number
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e7ec"
 REWARD, LENGTH, BEFORE, AFTER = "#2463c9", "#c05621", "#a9b4c2", "#2463c9"

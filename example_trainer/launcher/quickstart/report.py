@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from example_trainer.child_processes.files import write_whole
-from example_trainer.launcher.quickstart.metrics import MetricsFile, number
+from example_trainer.launcher.quickstart.display import MetricsFile, number
 from example_trainer.launcher.quickstart.options import Options
 
 

@@ -19,12 +19,16 @@ from example_trainer.child_processes.files import cannot_write, private_files, w
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess, Supervisor
 from example_trainer.child_processes.run_keys import SERVICE, VLLM
-from example_trainer.launcher.command_line import ROOT
-from example_trainer.launcher.errors import LauncherError
-from example_trainer.launcher.quickstart.metrics import SHARE, TOOL_USE, MetricsFile, sampled
+from example_trainer.launcher.command_line import ROOT, LauncherError
+from example_trainer.launcher.quickstart.display import (
+    SHARE,
+    TOOL_USE,
+    MetricsFile,
+    TrainingDisplay,
+    sampled,
+)
 from example_trainer.launcher.quickstart.options import Options
 from example_trainer.launcher.quickstart.plan import Plan, Ports
-from example_trainer.launcher.quickstart.progress import TrainingDisplay
 from example_trainer.launcher.quickstart.report import (
     Evaluation,
     Phases,

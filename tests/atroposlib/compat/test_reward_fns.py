@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.compat.reward_fns import CombinedReward, RewardFunction, registry
-from atroposlib.compat.reward_fns.accuracy_reward import AccuracyReward
-from atroposlib.compat.reward_fns.cascading_r1_math_reward import cascading_r1_math_reward
-from atroposlib.compat.reward_fns.crossword_format_reward import CrosswordFormatReward
-from atroposlib.compat.reward_fns.r1_reward import (
+from atroposlib.compat.reward_fns.registry import RewardRegistry
+from atroposlib.compat.reward_fns.rewards import (
+    AccuracyReward,
+    CrosswordFormatReward,
     FormatReasoningReward,
     R1Reward,
+    ReasoningStepsReward,
+    RepetitionPenaltyReward,
+    cascading_r1_math_reward,
     parse_reasoning_response,
 )
-from atroposlib.compat.reward_fns.reasoning_steps_reward import ReasoningStepsReward
-from atroposlib.compat.reward_fns.registry import RewardRegistry
-from atroposlib.compat.reward_fns.repetition_penalty_reward import RepetitionPenaltyReward
 
 
 class Length(RewardFunction):
@@ -335,6 +335,6 @@ def test_meaning_is_the_cosine_of_embeddings(tmp_path: Path) -> None:
 
 
 def raw_cosine(reward: Any, *texts: str) -> float:
-    from atroposlib.compat.reward_fns.cosine_scaled_reward import cosine
+    from atroposlib.compat.reward_fns.rewards import cosine
 
     return cosine(*reward._embeddings(texts))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.compat.tokenize_for_trainer import tokenize_for_trainer
+from atroposlib.compat.utils import tokenize_for_trainer
 from atroposlib.inference.chat_template import (
     GUARD,
     ControlTokens,

@@ -9,20 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.compat.advantages import (
+from atroposlib.compat.evaluation import pass_at_k
+from atroposlib.compat.utils import (
     allclose_to_first,
     compute_discounted_returns,
     compute_grpo_process_supervision_advantages,
     compute_stats,
-)
-from atroposlib.compat.best_of_n_selection import select_best_index
-from atroposlib.compat.evaluation import pass_at_k
-from atroposlib.compat.message_history_utils import (
     ensure_trajectory_token_limit,
+    select_best_index,
     strip_thinking,
+    tokenize_for_trainer,
     truncate_thinking,
 )
-from atroposlib.compat.tokenize_for_trainer import tokenize_for_trainer
 from atroposlib.inference.responses import parse_tool_call
 from atroposlib.utils.metrics import get_std_min_max_avg
 from tests.atroposlib.inference.template_shapes import STARTER

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from example_trainer.launcher.options import StackOptions
-from example_trainer.launcher.parts import server_name
+from example_trainer.launcher.records import server_name
 from example_trainer.launcher.roles import Command
 from example_trainer.launcher.stack import Stack
 

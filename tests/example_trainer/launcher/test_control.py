@@ -19,11 +19,10 @@ from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ProcessDied
 from example_trainer.launcher import control
+from example_trainer.launcher.command_line import LauncherError
 from example_trainer.launcher.control import Part, Starter, claimed, stop_parts
-from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.options import parse
-from example_trainer.launcher.parts import PARTS, parts_of
-from example_trainer.launcher.records import Record, Records
+from example_trainer.launcher.records import PARTS, Record, Records, parts_of
 from example_trainer.launcher.status import collect, table
 from tests.example_trainer.launcher.small_stack import (
     FAILS,

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from example_trainer.child_processes.vllm_flags import Degrees
 from example_trainer.command_line import parse_config
-from example_trainer.launcher.errors import LauncherError
-from example_trainer.launcher.gpus import choose_gpus, degrees
-from example_trainer.launcher.options import parse, save, server_ports
-from example_trainer.launcher.parts import (
+from example_trainer.launcher.command_line import LauncherError
+from example_trainer.launcher.options import choose_gpus, degrees, parse, save, server_ports
+from example_trainer.launcher.records import (
     PARTS,
+    Records,
     chosen,
     in_order,
     kind_of,
@@ -25,7 +25,6 @@ from example_trainer.launcher.parts import (
     server_number,
     to_stop,
 )
-from example_trainer.launcher.records import Records
 from example_trainer.launcher.stack import Stack
 
 several = st.integers(1, 40)

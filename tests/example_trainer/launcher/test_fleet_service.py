@@ -12,7 +12,7 @@ import pytest
 
 from example_trainer.child_processes.processes import post_json
 from example_trainer.launcher import roles
-from example_trainer.launcher.errors import LauncherError
+from example_trainer.launcher.command_line import LauncherError
 from example_trainer.launcher.fleet import FleetRow, join, look, published_fleet
 from tests.conftest import Processes
 

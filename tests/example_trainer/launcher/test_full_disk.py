@@ -14,7 +14,7 @@ import pytest
 
 from atroposlib.utils.processes import identify
 from example_trainer.child_processes.guard import Ending
-from example_trainer.launcher.errors import LauncherError
+from example_trainer.launcher.command_line import LauncherError
 from example_trainer.launcher.quickstart.report import write_summary
 from example_trainer.launcher.quickstart.run import open_output
 from example_trainer.launcher.records import Record, Records

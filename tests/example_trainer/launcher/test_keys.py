@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_trainer.child_processes.processes import ProcessError
-from example_trainer.launcher.keys import (
+from example_trainer.launcher.options import parse
+from example_trainer.launcher.records import (
     KEYS_FILE,
     NEEDED_BY,
+    PARTS,
     SERVICE,
     VLLM,
     make_keys,
@@ -22,8 +24,6 @@ from example_trainer.launcher.keys import (
     refuse_keys,
     variables_of,
 )
-from example_trainer.launcher.options import parse
-from example_trainer.launcher.parts import PARTS
 from example_trainer.launcher.stack import Stack
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from example_trainer.launcher.logs import Follower, show
-from example_trainer.launcher.parts import PARTS
+from example_trainer.launcher.records import PARTS
 
 
 def test_a_follower_reads_whole_lines_as_they_come(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from example_trainer.command_line import parse_config
-from example_trainer.launcher.errors import LauncherError
-from example_trainer.launcher.gpus import choose_gpus
-from example_trainer.launcher.options import parse, save
+from example_trainer.launcher.command_line import LauncherError
+from example_trainer.launcher.options import choose_gpus, parse, save
 from example_trainer.launcher.stack import Stack
 from example_trainer.launcher.starter_models import BATCHES, LEARNING_RATES, STARTER_MODEL
 

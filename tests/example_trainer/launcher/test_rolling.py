@@ -19,12 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_trainer.launcher import rolling
+from example_trainer.launcher.command_line import LauncherError
 from example_trainer.launcher.control import Starter, stop_parts
-from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import Fleet, FleetRow
 from example_trainer.launcher.options import last_start
-from example_trainer.launcher.parts import parts_of
-from example_trainer.launcher.records import Records
+from example_trainer.launcher.records import Records, parts_of
 from example_trainer.launcher.rolling import Roller
 from example_trainer.launcher.status import collect, fleet_table, table
 from tests.example_trainer.launcher.small_stack import TRAINS, SmallStack, small_options

@@ -14,8 +14,7 @@ import pytest
 
 from example_trainer.launcher.control import Starter, stop_parts
 from example_trainer.launcher.fleet import published_fleet
-from example_trainer.launcher.keys import SERVICE, read_keys
-from example_trainer.launcher.records import Records
+from example_trainer.launcher.records import SERVICE, Records, read_keys
 from example_trainer.launcher.roles import Command
 from example_trainer.launcher.rolling import Roller
 from example_trainer.launcher.stack import Stack

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.dashboard.live.hub import Hub
-from atroposlib.dashboard.live.monitor import LiveSource, Place
-from atroposlib.dashboard.live.snapshots import ObservedFolder
+from atroposlib.dashboard.live.monitor import LiveSource, ObservedFolder, Place
 from atroposlib.service.records import Limits, Registration, ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.store import MemoryStore

@@ -11,8 +11,7 @@ import pytest
 
 from environments.arithmetic_server import MAX_HELD_OUT, OPERAND_DIGITS
 from environments.calculator_problems import LEVELS as CALCULATOR_LEVELS
-from example_trainer.launcher.command_line import ROOT
-from example_trainer.launcher.errors import LauncherError
+from example_trainer.launcher.command_line import ROOT, LauncherError
 from example_trainer.launcher.quickstart import options
 from example_trainer.launcher.quickstart.options import choose_bridge, parse
 from example_trainer.launcher.starter_models import CALCULATOR_MODEL, STARTER_MODEL

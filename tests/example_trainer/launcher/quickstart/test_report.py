@@ -14,12 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from example_trainer.launcher.errors import LauncherError
-from example_trainer.launcher.quickstart.metrics import MetricsFile, sampled
+from example_trainer.launcher.command_line import LauncherError
+from example_trainer.launcher.quickstart.display import (
+    MetricsFile,
+    TrainingDisplay,
+    plain_line,
+    sampled,
+)
 from example_trainer.launcher.quickstart.options import LEVELS, Options
 from example_trainer.launcher.quickstart.plan import Plan, Ports
 from example_trainer.launcher.quickstart.plot import draw, smooth
-from example_trainer.launcher.quickstart.progress import TrainingDisplay, plain_line
 from example_trainer.launcher.quickstart.report import (
     Evaluation,
     Phases,
