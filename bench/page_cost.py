@@ -338,6 +338,7 @@ def viewed(folder: Path) -> Iterator[tuple[int, int]]:
         [sys.executable, "-m", "atroposlib.cli.view_run", str(folder), "--port", str(port)],
         port,
         ROOT,
+        "/ui",
     ) as pid:
         yield port, pid
 

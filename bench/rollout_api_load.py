@@ -50,12 +50,12 @@ RESULT = re.compile(
 
 
 @contextmanager
-def server(command: Sequence[str], port: int, directory: Path) -> Iterator[int]:
-    """A server process, from its first answer on. Yields its process id."""
+def server(command: Sequence[str], port: int, directory: Path, ready: str = "/") -> Iterator[int]:
+    """A server process, from its first answer to the path `ready` on. Yields its process id."""
     with tempfile.TemporaryDirectory() as folder, Supervisor() as supervisor:
         log = Path(folder) / "server.log"
         process = supervisor.start("the server", command, log, directory=directory, grace=30.0)
-        supervisor.wait_for_http(process, f"http://127.0.0.1:{port}/", START_SECONDS)
+        supervisor.wait_for_http(process, f"http://127.0.0.1:{port}{ready}", START_SECONDS)
         yield process.command_pid()
 
 
