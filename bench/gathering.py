@@ -1,7 +1,7 @@
 """Time for which the trainer's ranks gather the buckets of an update, apart from sending them.
 
     python bench/gathering.py --output DIR --ranks 2 4          one GPU for each rank
-    python bench/gathering.py --output DIR --ranks 2 --device cpu --shape tiny
+    python bench/gathering.py --output DIR --ranks 2 --device cpu --tiny
 
 Each rank of a trainer that FSDP2 spreads packs rows for the others, and NCCL brings what this rank
 sends. No server takes part: the gathers of all rounds run one after the other, as an update enqueues
@@ -11,14 +11,10 @@ CPU enqueues it, and the packing alone.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,11 +23,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.gpu.machine import describe
-from bench.gpu.processes import BenchError, module_command, tail
+from bench.gpu.processes import Task, all_stopped, answer_once
+from bench.gpu.runs import Sitting, common_options, run_and_report, shrink_if_tiny
 from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import gigabytes_per_second, spread_ms, table
-from bench.measured import Options, command_line, measured
+from bench.measured import Options, command_line
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.weight_bridge.stream import SendPlan, WeightStream
@@ -45,27 +41,21 @@ RUN_SECONDS = 240.0
 """Deadline of one number of ranks."""
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures for each number of ranks, each measured by processes of its own."""
-    args.output.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for ranks in args.ranks:
-        result, log = args.output / f"ranks{ranks}.json", args.output / f"ranks{ranks}.log"
-        result.unlink(missing_ok=True)
-        command = [
-            *module_command("bench.gathering", ranks),
-            *("--worker", str(result), "--shape", args.shape, "--device", args.device),
-            *("--repeats", str(args.repeats), "--output", str(args.output)),
-        ]
-        with log.open("wb") as written:
-            ended = subprocess.run(
-                command, stdout=written, stderr=subprocess.STDOUT, timeout=RUN_SECONDS
-            ).returncode
-        if ended:
-            raise BenchError(f"{ranks} ranks ended with status {ended}:\n{tail(log)}")
-        rows.append({**json.loads(result.read_text(encoding="utf-8")), "measured": measured()})
-        result.unlink()
-    return {"measured": measured(), "machine": describe(), "shape": args.shape, "rows": rows}
+class Benchmark(Sitting):
+    """One number of ranks after the other."""
+
+    def run(self) -> None:
+        """Measure each number of ranks by processes of its own."""
+        args = self.args
+        self.describe(shape=args.shape)
+        asked = {"shape": args.shape, "device": args.device, "repeats": args.repeats}
+        for ranks in args.ranks:
+            name = f"ranks{ranks}"
+            task = Task(name, "bench.gathering", asked, args.output, RUN_SECONDS, ranks)
+            with all_stopped(task):
+                self.results.measure("rows", str(ranks), run=task.answer)
+        rows = [row for row in self.results.data["rows"].values() if "ranks" in row]
+        self.results.put("rows", value=rows)
 
 
 def manifests_of(geometry: Geometry, ranks: int, dtype: torch.dtype) -> list[Manifest]:
@@ -83,24 +73,20 @@ def manifests_of(geometry: Geometry, ranks: int, dtype: torch.dtype) -> list[Man
     ]
 
 
-def work(args: argparse.Namespace) -> None:
-    """Measure on one of the ranks that torchrun has started; rank 0 writes the result."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", local_rank)
+def work(asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure on one of the ranks that torchrun has started."""
+    device, route = torch.device("cpu"), Route.GLOO
+    if asked["device"] == "cuda":
+        device, route = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), Route.NCCL
         torch.cuda.set_device(device)
     dtype = torch.bfloat16
-    geometry = Geometry.from_config(SHAPES[args.shape])
+    geometry = Geometry.from_config(SHAPES[asked["shape"]])
     with join_ranks(120.0, device) as ranks:
         model = sharded_decoder(geometry, dtype, device, ranks.world_size)
         plan = SendPlan(ranks.world_size, ranks.world_size)
-        route = Route.NCCL if args.device == "cuda" else Route.GLOO
         manifests = manifests_of(geometry, ranks.world_size, dtype)
         stream = WeightStream(model, manifests, plan, ranks, device, route)
-        row = figures(stream, ranks, device, args.repeats)
-        if ranks.is_main:
-            Path(args.worker).write_text(json.dumps(row), encoding="utf-8")
+        return figures(stream, ranks, device, asked["repeats"])
 
 
 def figures(
@@ -138,9 +124,7 @@ def passes(
 ) -> dict[str, list[float]]:
     """Gather all rounds `repeats` times. Returns this rank's seconds of each pass."""
     taken: dict[str, list[float]] = {"seconds": [], "enqueued": []}
-    synchronize: Callable[[], None] = (
-        torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    )
+    synchronize = torch.get_device_module(device).synchronize
     for number in range(WARMUP + repeats):
         ranks.gather(number, "starting a pass")
         synchronize()
@@ -167,35 +151,25 @@ def report(data: dict[str, Any]) -> str:
                 *(row[name]["median"] for name in columns),
                 row["handed_gb_per_s"],
             ]
-            for row in data["rows"]
+            for row in data.get("rows", [])
         ],
     )
 
 
 OPTIONS: Options = {
-    "--output": {"type": Path, "required": True, "help": "folder of gathering.json"},
     "--ranks": {"type": int, "nargs": "+", "default": [2, 4]},
-    "--shape": {"choices": SHAPES, "default": "qwen2.5-14b"},
-    "--device": {"choices": ["cuda", "cpu"], "default": "cuda"},
     "--repeats": {"type": int, "default": 20},
-    "--worker": {"default": "", "help": "set by this script: where a rank writes"},
 }
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    return command_line(__doc__, OPTIONS).parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
-    if args.worker:
-        work(args)
-        return 0
-    data = measure(args)
-    print(report(data))
-    (args.output / "gathering.json").write_text(json.dumps(data, indent=1) + "\n")
-    return 0
+def main(arguments: list[str] | None = None) -> int:
+    options = common_options("gathering", "qwen2.5-14b") | OPTIONS
+    args = shrink_if_tiny(command_line(__doc__, options).parse_args(arguments))
+    return run_and_report(args, Benchmark, report)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if len(sys.argv) == 3 and not sys.argv[1].startswith("-"):
+        answer_once(work)  # one of the ranks
+    else:
+        sys.exit(main())

@@ -38,7 +38,6 @@ COMMANDS = {
         "tests.forked_torchrun": "tests.forked_torchrun",
         "tests/example_trainer/launcher/quickstart/small_plan.py": "tests.example_trainer.launcher.quickstart.small_plan",
         "bench/gpu/length_env.py": "bench.gpu.length_env",
-        "bench.gpu.ceiling": "bench.gpu.ceiling",
         "bench.gpu.load": "bench.gpu.load",
         "tests.gpu.memory_worker": "tests.gpu.memory_worker",
         "bench.gpu.random_checkpoint": "bench.gpu.random_checkpoint",

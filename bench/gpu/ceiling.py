@@ -1,7 +1,5 @@
 """Rates that NCCL itself reaches between the same GPUs: the ceiling of an update.
 
-    python -m bench.gpu.ceiling …      one process for each GPU; started by `measure`
-
 The sender is rank 0. Patterns: a broadcast of 1 GiB; the model's parameters broadcast one by one in
 one coalesced launch (one receiver); each receiver its own shards, sent point to point in one
 coalesced launch (several receivers).
@@ -13,10 +11,8 @@ another.
 
 from __future__ import annotations
 
-import argparse
-import json
+import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -26,10 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.gpu.processes import BenchError, Child, free_port
-from bench.gpu.shapes import SHAPES, shard_shapes
+from bench.gpu.processes import Task, all_stopped, answer_once
+from bench.gpu.shapes import shard_shapes
 from bench.gpu.summary import gigabytes_per_second, spread_ms
-from example_trainer.launcher import roles
 
 WARMUP = 5
 
@@ -55,74 +50,32 @@ def measure(
     Raises:
         BenchError: a process failed or took too long; the message ends with its log.
     """
-    result_file = output / "ceiling.json"
-    result_file.unlink(missing_ok=True)
-    common = roles.flags(
-        world=len(gpus), port=free_port(), shape=shape, repeats=repeats, gibibyte=gibibyte,
-        result=result_file, pairs=pairs,
-    )  # fmt: skip
-    children = [_started(rank, gpu, common, output) for rank, gpu in enumerate(gpus)]
-    deadline = time.monotonic() + seconds
-    try:
-        for child in children:
-            child.wait_for_guard(max(0.1, deadline - time.monotonic()))
-            if child.poll() is None:
-                raise BenchError(f"{child.name} has not ended")
-            if child.poll():
-                raise child.ended()
-    except BenchError as error:
-        if not result_file.exists():
-            raise BenchError(
-                f"the ceiling was not measured within {seconds:g} s: {error}"
-            ) from error
-        return _read(result_file) | {"not_measured": str(error).splitlines()[0]}
-    finally:
-        for child in children:
-            child.stop()
-    return _read(result_file)
+    asked = {"shape": shape, "gpus": gpus, "repeats": repeats, "gibibyte": gibibyte, "pairs": pairs}
+    task = Task("ceiling", "bench.gpu.ceiling", asked, output, seconds, len(gpus))
+    with all_stopped(task):
+        return task.answer()
 
 
-def _started(rank: int, gpu: str, common: Sequence[str], output: Path) -> Child:
-    """Start one rank on a GPU, or on the CPU."""
-    device, environment = "cuda", {"CUDA_VISIBLE_DEVICES": gpu}
-    if gpu == "cpu":
-        device, environment = "cpu", {}
-    command = [sys.executable, "-u", "-m", "bench.gpu.ceiling", *common]
-    command += ["--rank", str(rank), "--device", device]
-    return Child(f"ceiling rank {rank}", command, output / f"ceiling-{rank}.log", environment)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
-def run(args: argparse.Namespace) -> None:
-    """One rank."""
-    backend = "gloo" if args.device == "cpu" else "nccl"
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    where = f"tcp://127.0.0.1:{args.port}"
-    # NCCL refuses a group with two ranks on one GPU: all of the pairs' processes together have a
-    # Gloo group alone.
-    extra: dict[str, Any] = (
-        {"device_id": device} if args.device == "cuda" and not args.pairs else {}
-    )
-    everyone = "gloo" if args.pairs else backend
-    dist.init_process_group(
-        everyone,
-        init_method=where,
-        rank=args.rank,
-        world_size=args.world,
-        timeout=timedelta(seconds=60),
-        **extra,
-    )
-    if args.device == "cuda":
+def run(asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure on one of the ranks that torchrun has started."""
+    gpu, pairs = asked["gpus"][int(os.environ["RANK"])], asked["pairs"]
+    backend, device, extra = "gloo", torch.device("cpu"), dict[str, Any]()
+    if gpu != "cpu":
+        backend, device = "nccl", torch.device("cuda", int(gpu))
         torch.cuda.set_device(device)
-    patterns = _in_pairs(args, backend, device) if args.pairs else _from_one(args, backend, device)
+    if gpu != "cpu" and not pairs:
+        extra["device_id"] = device
+    everyone = backend
+    if pairs:
+        # NCCL refuses a group with two ranks on one GPU: all of the pairs' processes together have
+        # a Gloo group alone.
+        everyone = "gloo"
+    dist.init_process_group(everyone, timeout=timedelta(seconds=60), **extra)
+    patterns = [_from_one, _in_pairs][pairs](asked, backend, device)
     results: dict[str, Any] = {}
     for name, num_bytes, transfer in patterns:
-        seconds = [_timed(transfer, device) for _ in range(WARMUP + args.repeats)][WARMUP:]
-        slowest: list[Any] = [None] * args.world
+        seconds = [_timed(transfer, device) for _ in range(WARMUP + asked["repeats"])][WARMUP:]
+        slowest: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(slowest, seconds)
         worst = [max(values) for values in zip(*slowest, strict=True)]
         results[name] = {
@@ -130,31 +83,30 @@ def run(args: argparse.Namespace) -> None:
             "ms": spread_ms(worst),
             "gb_per_s": gigabytes_per_second(num_bytes, statistics.median(worst)),
         }
-        if args.rank == 0:  # after each, so that a pattern which fails loses no other
-            of_model = [
-                row["gb_per_s"] for pattern, row in results.items() if pattern != "broadcast_1gib"
-            ]
-            broadcast = results["broadcast_1gib"]["gb_per_s"]
-            summary = {"backend": backend, "patterns": results, "broadcast_gb_per_s": broadcast}
-            summary["model_gb_per_s"] = max(of_model, default=None)
-            Path(args.result).write_text(json.dumps(summary))
     dist.barrier()
     dist.destroy_process_group()
+    of_model = [row["gb_per_s"] for name, row in results.items() if name != "broadcast_1gib"]
+    return {
+        "backend": backend,
+        "patterns": results,
+        "broadcast_gb_per_s": results["broadcast_1gib"]["gb_per_s"],
+        "model_gb_per_s": max(of_model, default=None),
+    }
 
 
 Pattern = tuple[str, int, Callable[[], None]]
 """Its name, the bytes that all receivers get together, and this rank's part of it."""
 
 
-def _from_one(args: argparse.Namespace, backend: str, device: torch.device) -> Iterator[Pattern]:
+def _from_one(asked: dict[str, Any], backend: str, device: torch.device) -> Iterator[Pattern]:
     """Rank 0 sends to all others."""
-    block = [_block(args.gibibyte, device)]
-    yield "broadcast_1gib", args.gibibyte, lambda: dist.broadcast(block[0], 0)
+    block = [_block(asked["gibibyte"], device)]
+    yield "broadcast_1gib", asked["gibibyte"], lambda: dist.broadcast(block[0], 0)
     block.clear()
-    receivers = args.world - 1
-    shards = [_shards(args.shape, rank, receivers, device) for rank in range(receivers)]
+    receivers = dist.get_world_size() - 1
+    shards = [_shards(asked["shape"], rank, receivers, device) for rank in range(receivers)]
     num_bytes = sum(map(_num_bytes, shards))
-    mine = shards if args.rank == 0 else [shards[args.rank - 1]]
+    mine = shards if dist.get_rank() == 0 else [shards[dist.get_rank() - 1]]
     if receivers == 1:
 
         def broadcast_parameters() -> None:
@@ -168,25 +120,25 @@ def _from_one(args: argparse.Namespace, backend: str, device: torch.device) -> I
             coalesced.wait()
 
         yield "parameters_broadcast_coalesced", num_bytes, broadcast_parameters
-    peers = [1 + index if args.rank == 0 else 0 for index in range(len(mine))]
+    peers = [1 + index if dist.get_rank() == 0 else 0 for index in range(len(mine))]
     yield (
         "shards_sent_coalesced",
         num_bytes,
-        lambda: _send(list(zip(mine, peers, strict=True)), args.rank == 0),
+        lambda: _send(list(zip(mine, peers, strict=True)), dist.get_rank() == 0),
     )
 
 
-def _in_pairs(args: argparse.Namespace, backend: str, device: torch.device) -> Iterator[Pattern]:
+def _in_pairs(asked: dict[str, Any], backend: str, device: torch.device) -> Iterator[Pattern]:
     """The first half of the ranks sends, each to one of the second."""
-    half = args.world // 2
+    half = dist.get_world_size() // 2
     groups = [dist.new_group([pair, half + pair], backend=backend) for pair in range(half)]
-    pair, sends = args.rank % half, args.rank < half
-    group, peer = groups[pair], (args.rank + half) % args.world
-    block = [_block(args.gibibyte, device)]
-    yield "broadcast_1gib", half * args.gibibyte, lambda: dist.broadcast(block[0], pair, group)
+    pair, sends = dist.get_rank() % half, dist.get_rank() < half
+    group, peer = groups[pair], (dist.get_rank() + half) % dist.get_world_size()
+    block = [_block(asked["gibibyte"], device)]
+    yield "broadcast_1gib", half * asked["gibibyte"], lambda: dist.broadcast(block[0], pair, group)
     block.clear()
-    shard = _shards(args.shape, pair, half, device)
-    held: list[Any] = [None] * args.world
+    shard = _shards(asked["shape"], pair, half, device)
+    held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, _num_bytes(shard))
     yield "shards_sent_coalesced", sum(held[:half]), lambda: _send([(shard, peer)], sends, group)
 
@@ -216,27 +168,15 @@ def _num_bytes(tensors: list[torch.Tensor]) -> int:
 
 def _timed(transfer: Callable[[], None], device: torch.device) -> float:
     """Seconds from a point at which every rank has arrived until this rank's part is complete."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize = torch.get_device_module(device).synchronize
+    synchronize()
     dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
     started = time.perf_counter()
     transfer()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - started
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--gibibyte", type=int, default=1 << 30)
-    parser.add_argument("--result", required=True)
-    parser.add_argument("--pairs", action="store_true")
-    run(parser.parse_args())
+    answer_once(run)

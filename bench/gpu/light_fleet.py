@@ -9,20 +9,18 @@ a machine without GPUs.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-from bench.gpu.processes import BenchError, Child, free_port, tail
+from bench.gpu.processes import BenchError, Worker, free_port, tail
 
 READY_SECONDS = 60.0
 
 
-class LightFleet(Child):
+class LightFleet(Worker):
     """A process that starts servers, and ends them when it is stopped."""
 
     def __init__(self, shape: str, output: Path, timeout: float) -> None:
@@ -32,13 +30,9 @@ class LightFleet(Child):
             output: where the logs go.
             timeout: seconds for each phase of an update.
         """
-        command = [sys.executable, "-m", "bench.gpu.light_fleet", shape]
+        log = output / f"light-fleet-{shape}.log"
         super().__init__(
-            f"light fleet {shape}",
-            command,
-            output / f"light-fleet-{shape}.log",
-            {"OMP_NUM_THREADS": "1"},
-            pipes=True,
+            f"light fleet {shape}", "bench.gpu.light_fleet", [shape], log, {"OMP_NUM_THREADS": "1"}
         )
         self._timeout = timeout
 
@@ -47,9 +41,12 @@ class LightFleet(Child):
 
         Its weights are float32 on a CPU, else bfloat16.
         """
-        port, dtype = free_port(), "float32" if device == "cpu" else "bfloat16"
-        told = {"do": "start", "port": port, "folder": str(folder), "timeout": self._timeout}
-        self._tell({**told, "device": device, "dtype": dtype})
+        port, dtype = free_port(), "bfloat16"
+        if device == "cpu":
+            dtype = "float32"
+        how = {"folder": str(folder), "timeout": self._timeout, "device": device, "dtype": dtype}
+        self.send("start", port=port, **how)
+        self.answer(READY_SECONDS, "start")
         deadline = time.monotonic() + READY_SECONDS
         while True:
             try:
@@ -61,18 +58,6 @@ class LightFleet(Child):
                         f"{self.name}: no server at port {port} ({error}):\n{tail(self.log_path)}"
                     ) from error
                 time.sleep(0.1)
-
-    def _tell(self, line: dict[str, Any]) -> dict[str, Any]:
-        pipes = self.guard
-        assert pipes.stdin is not None
-        assert pipes.stdout is not None
-        try:
-            pipes.stdin.write(json.dumps(line).encode() + b"\n")
-            pipes.stdin.flush()
-            answer: dict[str, Any] = json.loads(pipes.stdout.readline())
-        except (OSError, ValueError) as error:
-            raise BenchError(f"{self.name} ended:\n{tail(self.log_path)}") from error
-        return answer
 
 
 def main() -> None:

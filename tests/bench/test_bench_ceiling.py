@@ -15,7 +15,6 @@ from bench.gpu.shapes import shard_shapes
 pytestmark = pytest.mark.nightly
 
 
-@pytest.mark.usefixtures("forked_children")
 def test_pairs_send_each_receiver_its_shards(tmp_path: Path) -> None:
     found = ceiling.measure(
         "tiny", ["cpu"] * 4, tmp_path, repeats=2, seconds=240, gibibyte=1 << 16, pairs=True
