@@ -116,10 +116,9 @@ class Benchmark(Sitting):
     def run(self) -> None:
         """Measure the chosen regimes; then draw the picture."""
         args = self.args
-        gpus = torch.cuda.device_count() if self.on_gpu else 0
-        if self.on_gpu and not gpus:
+        if self.on_gpu and not torch.cuda.device_count():
             raise BenchError("it needs a GPU, and there is none (--device cpu does without)")
-        self.trainer_gpu = "1" if gpus > 1 else "0"
+        self.trainer_gpu = str(int(torch.cuda.device_count() > 1))
         self.folder = args.output / "timeline"
         for old in self.folder.glob("timeline-*.jsonl"):
             old.unlink()

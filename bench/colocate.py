@@ -201,7 +201,9 @@ def report(data: dict[str, Any]) -> str:
         "wake s",
         "given back GiB",
     ]
-    return table(head, rows) if rows else "nothing was measured"
+    if not rows:
+        return "nothing was measured"
+    return table(head, rows)
 
 
 OPTIONS: Options = {

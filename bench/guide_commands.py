@@ -30,15 +30,16 @@ import os
 import re
 import statistics
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.gpu.guide import COMMANDS, RENDEZVOUS, SERVICE, VLLM, TypedShell
-from bench.gpu.legacy_figures import legacy_figures, legacy_table
 from bench.gpu.machine import describe
 from bench.gpu.memory_peaks import MemoryPeaks, gpu_memory, wait_until_free
 from bench.gpu.processes import NO_MULTICAST, BenchError, Task, tail
@@ -48,6 +49,96 @@ from bench.gpu.summary import table
 from bench.gpu.training_stack import RowsAsTheyCome
 from bench.measured import Options, command_line
 from example_trainer.child_processes.ports import PortReservations
+
+GIGABYTE = 1e9
+_SERVES = re.compile(r"\[Bridge\] vLLM serves weight version (\d+) after ([\d.]+) s")
+_PLACE = re.compile(r"\[Bridge\] vLLM will run on .*")
+_TIME = re.compile(r"^(?:\w+ )?(\d\d):(\d\d):(\d\d) (.*)$")
+
+
+def legacy_figures(
+    log: str, rows: Iterable[Mapping[str, Any]], checkpoints: Path
+) -> dict[str, Any]:
+    """Measure the restarts of a run.
+
+    Args:
+        log: the trainer's.
+        rows: of metrics.jsonl.
+        checkpoints: its --save-path.
+
+    Returns:
+        `server`: the logged choice of vLLM's GPUs and share; `starts`: seconds of each start by
+        version, the first included; `seconds_of_restarts`: of each restart by phase;
+        `seconds_from_weights_to_state`: by checkpoint, how long after its weights the optimizer's
+        state was whole; `checkpoints`: gigabytes by checkpoint.
+    """
+    place = _PLACE.search(log)
+    restarts = [
+        {"step": row["step"], "stop": row["sync/stop"], "start": row["sync/start"]}
+        for row in rows
+        if row.get("sync/start") is not None
+    ]
+    return {
+        "server": place[0] if place else None,
+        "starts": [
+            {"version": int(version), "seconds": float(seconds)}
+            for version, seconds in _SERVES.findall(log)
+        ],
+        "seconds_of_restarts": [
+            {name: round(value, 2) for name, value in restart.items()} for restart in restarts
+        ],
+        "seconds_from_weights_to_state": _states_after_weights(log),
+        "checkpoints": {
+            path.name: _sizes(path) for path in sorted(checkpoints.glob("step_*"), key=_step)
+        },
+    }
+
+
+def legacy_table(found: Mapping[str, Any]) -> str:
+    """Tables of `legacy_figures`."""
+    starts = [["start at version", *(start["version"] for start in found["starts"])]]
+    starts += [["seconds", *(start["seconds"] for start in found["starts"])]]
+    heads = ["checkpoint", "weights GB", "state GB", "state after weights s"]
+    late = found["seconds_from_weights_to_state"]
+    sizes = [
+        [name, size["weights_gb"], size["state_gb"], late.get(name, "")]
+        for name, size in found["checkpoints"].items()
+    ]
+    return "\n".join(
+        [str(found["server"]), table([""] * len(starts[0]), starts), table(heads, sizes)]
+    )
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("_")[2])
+
+
+def _sizes(path: Path) -> dict[str, float]:
+    state = sum(file.stat().st_size for file in path.glob("trainer_state/*"))
+    weights = sum(file.stat().st_size for file in path.glob("*") if file.is_file())
+    return {"weights_gb": round(weights / GIGABYTE, 3), "state_gb": round(state / GIGABYTE, 3)}
+
+
+def _states_after_weights(log: str) -> dict[str, int]:
+    """Seconds between the two log lines of a checkpoint, by its name; the log's clock has whole
+    seconds.
+    """
+    written: dict[str, int] = {}
+    found: dict[str, int] = {}
+    for line in log.splitlines():
+        match = _TIME.match(line)
+        if match is None:
+            continue
+        hours, minutes, seconds, text = match.groups()
+        now = int(hours) * 3600 + int(minutes) * 60 + int(seconds)
+        if weights := re.match(r"Saved the weights of (\S+) for vLLM", text):
+            written[Path(weights[1]).name] = now
+        elif (whole := re.match(r"Saved checkpoint (\S+)", text)) and Path(
+            whole[1]
+        ).name in written:
+            found[Path(whole[1]).name] = (now - written[Path(whole[1]).name]) % 86400
+    return found
+
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
 LOGS = ("api.log", "gsm8k.log", "vllm.log", "trainer.log_path", "shell.log")
@@ -101,8 +192,8 @@ class Guide:
             return "0,1", "0,1"
         if not self.vllm:
             return "0", "0"
-        trainers = 2 if self.trainer == "multi-gpu trainer" else 1
-        servers = 2 if gpus - trainers >= 2 else 1
+        trainers = 1 + (self.trainer == "multi-gpu trainer")
+        servers = 1 + (gpus - trainers >= 2)
         number = [str(gpu) for gpu in range(gpus)]
         return ",".join(number[:servers]), ",".join(number[gpus - trainers :])
 
@@ -267,11 +358,9 @@ class GuideCommands:
         self._type_trainer(model)
 
     def _type_server(self, model: Path, flags: str) -> None:
-        ranks = (
-            1
-            if self.args.dry_run and self.guide.vllm != "single copy vllm"
-            else len(self.vllm_gpus.split(","))
-        )
+        ranks = len(self.vllm_gpus.split(","))
+        if self.args.dry_run and self.guide.vllm != "single copy vllm":
+            ranks = 1
         command = self._with_model(
             on_devices(COMMANDS[self.guide.vllm], self.vllm_gpus, ranks), model
         )

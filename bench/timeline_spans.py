@@ -127,11 +127,7 @@ def seconds_by_kind(spans: Iterable[Span]) -> dict[str, float]:
 def shares(process: Process, begin: int, end: int) -> dict[str, float]:
     """Share of the time between two moments that a process was at each kind of work; 0 to 1."""
     seconds = seconds_by_kind(within(process, begin, end).spans)
-    return (
-        {what: value * 1e9 / (end - begin) for what, value in seconds.items()}
-        if end > begin
-        else {}
-    )
+    return {what: value * 1e9 / (end - begin) for what, value in seconds.items() if end > begin}
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:

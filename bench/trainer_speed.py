@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.processes import Task
+from bench.gpu.processes import Task, device_variables
 from bench.gpu.runs import Sitting, common_options, run_and_report
 from bench.gpu.shapes import SHAPES
 from bench.gpu.speed_worker import Case
@@ -235,20 +235,16 @@ class TrainerSpeed(Sitting):
             return "vLLM, whose kernels deterministic mode runs, is not installed"
         if case.ranks > len(self.gpus):
             return f"it needs {case.ranks} GPUs, and {len(self.gpus)} are here"
-        return f"--seconds {self.args.seconds:g} leave no time for it" if self._left < 45 else None
+        if self._left < 45:
+            return f"--seconds {self.args.seconds:g} leave no time for it"
+        return None
 
     def _start(self, name: str, case: Case, gpus: list[int]) -> Task:
-        if self.args.shape:
-            case = (
-                tiny(case, self.args.device)
-                if self.args.shape == "tiny"
-                else replace(case, shape=self.args.shape)
-            )
-        environment = (
-            {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-            if self.on_gpu
-            else {"OMP_NUM_THREADS": "1"}
-        )
+        if self.args.shape == "tiny":
+            case = tiny(case, self.args.device)
+        elif self.args.shape:
+            case = replace(case, shape=self.args.shape)
+        environment = device_variables(not self.on_gpu, ",".join(map(str, gpus)))
         module = "bench.gpu.speed_worker"
         task = Task(
             name,

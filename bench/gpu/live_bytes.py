@@ -61,7 +61,9 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._counted = None if device.type == "cuda" else CountedTensors()
+        self._counted: CountedTensors | None = None
+        if device.type != "cuda":
+            self._counted = CountedTensors()
 
     def __enter__(self) -> Meter:
         if self._counted is not None:
@@ -84,26 +86,22 @@ class Meter:
     @property
     def now(self) -> int:
         """Bytes in use."""
-        return (
-            self._counted.alive
-            if self._counted is not None
-            else torch.cuda.memory_allocated(self._device)
-        )
+        if self._counted is not None:
+            return self._counted.alive
+        return torch.cuda.memory_allocated(self._device)
 
     @property
     def peak(self) -> int:
         """The most bytes in use since `reset`."""
-        return (
-            self._counted.peak
-            if self._counted is not None
-            else torch.cuda.max_memory_allocated(self._device)
-        )
+        if self._counted is not None:
+            return self._counted.peak
+        return torch.cuda.max_memory_allocated(self._device)
 
     @property
     def reserved(self) -> int:
         """The most bytes that torch's allocator has held of a GPU, fragments included; of a CPU the
         peak.
         """
-        return (
-            self.peak if self._counted is not None else torch.cuda.max_memory_reserved(self._device)
-        )
+        if self._counted is not None:
+            return self._counted.peak
+        return torch.cuda.max_memory_reserved(self._device)

@@ -42,6 +42,7 @@ def row_of(course: dict[str, Any]) -> list[str]:
     if not rewards:
         return [name, "0", *["-"] * 7]
     solved = [f"{share:.1%}" for _, share in course["held_out"]]
+    first, *rest = solved or ["-"]
     return [
         name,
         str(course["steps"]),
@@ -52,8 +53,8 @@ def row_of(course: dict[str, Any]) -> list[str]:
         f"{best_window(rewards):+.3f}",
         f"{statistics.fmean(kl for kl in course['parity_kl'] if kl is not None):.1e}",
         f"{sum(course['mismatched_tokens']):,} of {tokens:,}",
-        solved[0] if solved else "-",
-        solved[-1] if len(solved) > 1 else "-",
+        first,
+        (rest or ["-"])[-1],
     ]
 
 
@@ -88,11 +89,11 @@ def _difference(runs: Sequence[dict[str, Any]], lr: float) -> str:
     mean = statistics.fmean(found)
     half = STUDENT_95[len(found) - 1] * statistics.stdev(found) / math.sqrt(len(found))
     each = ", ".join(f"{value:+.3f}" for value in found)
-    verdict = (
-        f"The interval includes 0: {len(found)} seeds show no difference."
-        if abs(mean) <= half
-        else f"The interval excludes 0: the mode {'raises' if mean > 0 else 'lowers'} the reward here."
-    )
+    verdict = f"The interval includes 0: {len(found)} seeds show no difference."
+    if mean > half:
+        verdict = "The interval excludes 0: the mode raises the reward here."
+    elif mean < -half:
+        verdict = "The interval excludes 0: the mode lowers the reward here."
     return (
         f"Learning rate {lr:g}, mode on minus mode off, mean reward of the last {WINDOW} steps: {mean:+.3f}, 95 % interval "
         f"{mean - half:+.3f} to {mean + half:+.3f} (seed by seed {each}). {verdict}"

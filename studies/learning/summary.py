@@ -122,7 +122,10 @@ def over_seeds(runs: Sequence[Mapping[str, Any]], name: str) -> tuple[float, flo
     values = [run["figures"][name] for run in runs if name in run.get("figures", {})]
     if not values:
         return None
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    spread = 0.0
+    if len(values) > 1:
+        spread = statistics.stdev(values)
+    return statistics.fmean(values), spread
 
 
 def variant_rows(
@@ -143,7 +146,7 @@ def variant_rows(
             continue
         wrong = [run["diverged"] for run in mine if run["diverged"]]
         cells = [_pair(over_seeds(mine, key), form, len(mine)) for key, form in COLUMNS.values()]
-        rows.append([label, str(len(mine)), *cells, "; ".join(wrong) if wrong else "0"])
+        rows.append([label, str(len(mine)), *cells, "; ".join(wrong) or "0"])
     return rows
 
 
@@ -193,11 +196,14 @@ def _windows(values: Sequence[float | None], span: int) -> list[float | None]:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return float(f"{statistics.fmean(known):.5g}") if known else None
+    if not known:
+        return None
+    return float(f"{statistics.fmean(known):.5g}")
 
 
 def _pair(found: tuple[float, float] | None, form: str, runs: int) -> str:
     if found is None:
         return "-"
-    spread = f" ± {format(found[1], form)}" if runs > 1 else ""
-    return f"{format(found[0], form)}{spread}"
+    if runs == 1:
+        return format(found[0], form)
+    return f"{format(found[0], form)} ± {format(found[1], form)}"

@@ -103,14 +103,13 @@ class Learning:
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
         self.args, self.stack, self.began = args, stack, time.monotonic()
         self.on_cpu = args.device == "cpu"
-        self.gpus = 1 if self.on_cpu else torch.cuda.device_count()
+        self.gpus, threads, self.places = torch.cuda.device_count(), "2", "GPUs"
+        if self.on_cpu:
+            self.gpus, threads, self.places = 1, "1", "CPU"
         self.results = Results(args.output / "learning.json", settings=self._settings())
         self.running: list[Running] = []
         self.made_of: dict[str, str] = {}
-        self.environment: dict[str, str] = {
-            "OMP_NUM_THREADS": "1" if self.on_cpu else "2",
-            "VLLM_API_KEY": "",
-        }
+        self.environment = {"OMP_NUM_THREADS": threads, "VLLM_API_KEY": ""}
         self.environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.folders = args.output / "trainings"
         self._last_start = 0.0
@@ -132,8 +131,9 @@ class Learning:
             "jobs",
             "rest",
         )
-        log = args.model / "training_log.jsonl"
-        rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        log, rows = args.model / "training_log.jsonl", list[dict[str, Any]]()
+        if log.exists():
+            rows = [json.loads(line) for line in log.read_text().splitlines()]
         made = {
             key: value
             for row in rows
@@ -264,7 +264,7 @@ class Learning:
         seconds = estimated_seconds(trainings, places, self._seconds_each())
         print(
             f"{trainings} trainings of {self.args.steps} steps, {places} at a time on {self.gpus} "
-            f"{'CPU' if self.on_cpu else 'GPUs'}, {self._seconds_each():.0f} s each: about {seconds / 60:.1f} minutes",
+            f"{self.places}, {self._seconds_each():.0f} s each: about {seconds / 60:.1f} minutes",
             flush=True,
         )
 
@@ -275,11 +275,9 @@ class Learning:
             for run in self.results.data.get("runs", {}).values()
             if run["status"] == "done"
         )
-        return (
-            ended[-1]
-            if len(ended) >= 3
-            else self.args.start_seconds + self.args.steps * self.args.step_seconds
-        )
+        if len(ended) >= 3:
+            return float(ended[-1])
+        return float(self.args.start_seconds + self.args.steps * self.args.step_seconds)
 
     def _remaining(self) -> float:
         return self.args.seconds - GRACE_SECONDS - (time.monotonic() - self.began)
@@ -341,14 +339,18 @@ class Learning:
             read_rows(one.folder / name) for name in ("metrics.jsonl", "evaluations.jsonl")
         )
         last = tail(one.child.log_path, 1)[:500]
-        wrong = divergence(rows, last if status else "")
-        failed = bool(status is None or (status and not wrong))
+        wrong = divergence(rows, last * bool(status))
+        failed, outcome = bool(status is None or (status and not wrong)), "done"
+        if failed:
+            outcome = "failed"
+        if status is None:
+            last = f"not finished after {seconds:.0f} s: {last}"
         found = {
             "variant": one.training.variant.name,
             "seed": one.training.seed,
-            "status": "failed" if failed else "done",
+            "status": outcome,
             "diverged": wrong,
-            "last_line": f"not finished after {seconds:.0f} s: {last}" if status is None else last,
+            "last_line": last,
             "seconds": seconds,
             "steps": len(rows),
             "figures": figures(rows, evaluations),
@@ -367,8 +369,8 @@ class Learning:
             (one.folder / "result.json").write_text(json.dumps(found), encoding="utf-8")
         self.results.put("runs", one.training.name, value=found)
         self._say_what_is_missing()
-        told = wrong or found["last_line"] if failed or wrong else found["figures"]
-        print(f"{seconds:6.1f} s  {one.training.name}: {len(rows)} steps, {told}", flush=True)
+        shown = wrong or last * failed or found["figures"]
+        print(f"{seconds:6.1f} s  {one.training.name}: {len(rows)} steps, {shown}", flush=True)
 
     def _stop_all(self) -> None:
         for one in self.running:
@@ -443,11 +445,9 @@ def report(data: dict[str, Any]) -> str:
     ]
     if data.get("missing"):
         notes.append(f"not there yet: {', '.join(data['missing'])}")
-    return (
-        "\n".join([table(HEADS, rows), *notes])
-        if rows
-        else "\n".join(["nothing was trained", *notes])
-    )
+    if not rows:
+        return "\n".join(["nothing was trained", *notes])
+    return "\n".join([table(HEADS, rows), *notes])
 
 
 OPTIONS: Options = {
@@ -528,7 +528,14 @@ OPTIONS: Options = {
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = command_line(__doc__, OPTIONS).parse_args(arguments)
+    defaults: dict[str, Any] = {
+        "only": list(VARIANTS),
+        "seeds": [0, 1, 2],
+        "steps": 150,
+        "model": Path("model"),
+    }
     if args.tiny:
+        defaults = {"only": list(TINY), "seeds": [0], "steps": 3, "model": STARTER}
         small = {
             "groups": 2,
             "group_size": 4,
@@ -539,10 +546,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
             "lr": 3e-4,
         }
         vars(args).update({**small, "problems": f"{TASK}STARTER"})
-    args.only = args.only or list(TINY if args.tiny else VARIANTS)
-    args.seeds = args.seeds or ([0] if args.tiny else [0, 1, 2])
-    args.steps = args.steps or (3 if args.tiny else 150)
-    args.model = (args.model or (STARTER if args.tiny else Path("model"))).resolve()
+    for name, value in defaults.items():
+        setattr(args, name, getattr(args, name) or value)
+    args.model = args.model.resolve()
     return args
 
 

@@ -121,6 +121,9 @@ def write_readme(
         parameters: how many it has.
         made: the text of `how_made`.
     """
+    boxes, title = "in a box about half of the time", "Starter model"
+    if plan.calculator_steps:
+        boxes, title = "mostly in a box", "Starter model that can ask a calculator"
     figures = NOT_MEASURED
     if habits:
         figures = FIGURES.format(
@@ -129,10 +132,8 @@ def write_readme(
             call_rows=_table(CALL_ROWS, calls),
         )
     text = TEMPLATE.format(
-        boxes="mostly in a box" if plan.calculator_steps else "in a box about half of the time",
-        title="Starter model that can ask a calculator"
-        if plan.calculator_steps
-        else "Starter model",
+        boxes=boxes,
+        title=title,
         parameters=parameters,
         figures=figures,
         offer=OFFER,

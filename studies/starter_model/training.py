@@ -90,8 +90,9 @@ class TrainingPlan:
 
     def mixture(self, step: int) -> Mixture:
         """Source of the examples of one step of the first stage."""
-        settling = step >= self.steps * (1 - self.settling)
-        return Mixture(worked=self.worked_at_the_end if settling else self.worked_while_learning)
+        if step >= self.steps * (1 - self.settling):
+            return Mixture(worked=self.worked_at_the_end)
+        return Mixture(worked=self.worked_while_learning)
 
     def rate(self, step: int) -> float:
         """Learning rate of one step of the first stage, as a share of its peak."""
@@ -101,8 +102,9 @@ class TrainingPlan:
 
     def calculator_mixture(self, step: int) -> Mixture:
         """Source of the examples of one step of the second stage."""
-        settling = step >= self.calculator_steps * (1 - self.calculator_settling)
-        offered = self.offered_at_the_end if settling else self.offered
+        offered = self.offered
+        if step >= self.calculator_steps * (1 - self.calculator_settling):
+            offered = self.offered_at_the_end
         return Mixture(
             worked=self.worked_at_the_end, offered=offered, called=self.called_while_learning
         )
@@ -118,9 +120,11 @@ class TrainingPlan:
         """Weight of the tokens of a reply but its first."""
         if example.kind == "called":
             return self.called_weight
-        if example.kind == "at once":
-            return self.guessed_weight if example.system == OFFER else self.at_once_weight
-        return 1.0
+        if example.kind != "at once":
+            return 1.0
+        if example.system == OFFER:
+            return self.guessed_weight
+        return self.at_once_weight
 
     def decision_weight(self, example: Example) -> float:
         """Weight of the token with which a reply begins: it decides between the habits, whose

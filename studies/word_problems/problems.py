@@ -128,10 +128,8 @@ def _operation(rng: random.Random, value: int) -> tuple[str, int, tuple[str, ...
     """A step that keeps the quantity between 1 and LARGEST: its symbol, its operand, and a sentence
     for it.
     """
-    symbols = ["+"] if value + 2 <= LARGEST else []
-    symbols += ["-"] if value > 2 else []
-    symbols += ["*"] if value * 2 <= LARGEST else []
-    symbol = rng.choice(symbols)
+    possible = {"+": value + 2 <= LARGEST, "-": value > 2, "*": value * 2 <= LARGEST}
+    symbol = rng.choice([symbol for symbol, fits in possible.items() if fits])
     if symbol == "*":
         return symbol, rng.randint(2, min(5, LARGEST // value)), (*GROWTHS, *TIMES)
     if symbol == "+":

@@ -1,10 +1,15 @@
-"""The harness of the benchmarks without a server: command lines, updates under load, and the
-judgement of an answer.
+"""The harness of the benchmarks without a server: command lines, commit and date, updates under
+load, the judgement of an answer, and the HTTP of vLLM's own engine.
 """
 
 from __future__ import annotations
 
+import subprocess
+import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +19,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import measured as module
 from bench import weight_sync
 from bench.gpu.processes import BenchError
 from bench.gpu.runs import LoadedSitting
 from bench.gpu.trainer import BenchTrainer
+from bench.gpu.vllm_engine_trainer import EngineTrainer
+from bench.measured import COMMIT_VARIABLE, commit, measured
 from tests.gpu import check_parity_matrix
 
 
@@ -167,3 +175,104 @@ def test_the_parity_table_counts_deterministic_cells_alone() -> None:
     data |= {control: {"single_copy": {"64 at a time": cell | {"mismatched": 4}}}}
     assert check_parity_matrix.total(data) == {"tokens": 10, "mismatched": 0}
     assert "control: mode off" in check_parity_matrix.report(data)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the code under test thinks that it lies."""
+    monkeypatch.delenv(COMMIT_VARIABLE, raising=False)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_the_commit_is_gits_and_says_whether_files_differ_from_it(folder: Path) -> None:
+    git(folder, "init", "-q")
+    (folder / "file").write_text("1")
+    git(folder, "add", "file")
+    git(folder, "commit", "-qm", "first")
+    head = git(folder, "rev-parse", "--short=12", "HEAD")
+    assert commit() == head
+    (folder / "results.json").write_text("{}")  # the output of a run does not change the code
+    assert commit() == head
+    (folder / "file").write_text("2")
+    assert commit() == head + "+"
+
+
+def test_a_variable_names_the_commit_where_there_is_no_git(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert commit() == "unknown"
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc123")
+    assert commit() == "abc123"
+
+
+def test_rows_of_one_process_have_the_run_in_common() -> None:
+    first, second = measured(), measured()
+    assert first["run"] == second["run"] <= first["date"] <= second["date"]
+    assert datetime.strptime(second["date"], "%Y-%m-%d %H:%M").replace(tzinfo=UTC) <= datetime.now(
+        UTC
+    )
+
+
+class Server(ThreadingHTTPServer):
+    """Answers every POST, and counts connections."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.connections: list[object] = []
+        self.posted: list[str] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections.append(self.client_address)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.posted.append(self.path)
+        self.send_response(500 if self.path == "/broken" else 200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join(10)
+
+
+def test_all_calls_to_a_server_share_one_connection(server: Server) -> None:
+    trainer = EngineTrainer("tiny", server.server_address[1], "cpu", timeout=20)
+    for _ in range(3):
+        trainer._ask_all("/pause", params={"mode": "keep"})()
+        trainer._ask_all("/update_weights", json={"update_info": {}})()
+        trainer._ask_all("/resume")()
+    assert server.posted == ["/pause?mode=keep", "/update_weights", "/resume"] * 3
+    assert len(server.connections) == 1
+
+
+def test_a_call_in_the_background_raises_where_it_is_waited_for(server: Server) -> None:
+    wait = EngineTrainer("tiny", server.server_address[1], "cpu", timeout=20)._ask_all("/broken")
+    with pytest.raises(Exception, match="500"):
+        wait()

@@ -1,19 +1,30 @@
-"""The arithmetic behind the benchmarks' tables."""
+"""The arithmetic behind the benchmarks' tables: spreads, halts, pairs of spells, a trainer's steps."""
 
 from __future__ import annotations
 
-import pytest
+import statistics
+from pathlib import Path
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import generate_cost
+from bench.colocate import MODES, longest, parse, report, summary
 from bench.gpu.shapes import SHAPES, model_bytes, shard_shapes
 from bench.gpu.summary import (
+    Pair,
+    alternate,
     find_halts,
     gaps_of,
     gigabytes_per_second,
     percentile,
     spread_by_phase,
     spread_ms,
+    summary_of_pairs,
     table,
 )
+from vllm_patching.server.generate import GenerateRequest
 
 
 def test_percentile_is_a_value_that_was_seen() -> None:
@@ -95,3 +106,134 @@ def test_shapes_are_the_published_ones() -> None:
     ]
     assert halves[0] == halves[1]
     assert SHAPES["tiny"]["torch_dtype"] == "float32"
+
+
+class Machine:
+    """Generates at a rate that changes from spell to spell, and loses a share of it to updates."""
+
+    def __init__(self, rate: float, drift: float, lost: float) -> None:
+        self.rate, self.drift, self.lost = rate, drift, lost
+        self.spells: list[bool] = []
+
+    def spell(self, updates: bool) -> float:
+        self.spells.append(updates)
+        rate = self.rate + self.drift * (len(self.spells) - 1)
+        return rate * (1 - self.lost) if updates else rate
+
+
+def test_which_of_a_pair_comes_first_changes() -> None:
+    machine = Machine(100.0, 0.0, 0.0)
+    alternate(machine.spell, 3)
+    assert machine.spells == [False, True, True, False, False, True]
+
+
+@given(
+    rate=st.floats(1e3, 1e5),
+    drift=st.floats(-0.02, 0.02),
+    lost=st.floats(0.0, 0.9),
+    half=st.integers(1, 5),
+)
+def test_a_steady_drift_does_not_change_the_ratio(
+    rate: float, drift: float, lost: float, half: int
+) -> None:
+    found = summary_of_pairs(alternate(Machine(rate, drift * rate, lost).spell, 2 * half))
+    assert found["ratio"] == pytest.approx(1 - lost, abs=2e-4)
+    assert found["pairs"] == 2 * half == len(found["ratios"])
+
+
+def test_means_and_ratios() -> None:
+    found = summary_of_pairs([Pair(200.0, 100.0), Pair(100.0, 110.0)])
+    assert found == {
+        "pairs": 2, "tokens_per_s_without_updates": 150.0, "tokens_per_s": 105.0, "ratio": 0.7, "ratios": [0.5, 1.1]
+    }  # fmt: skip
+
+
+def test_a_machine_that_generates_nothing_has_no_ratio() -> None:
+    assert summary_of_pairs([Pair(0.0, 0.0)])["ratio"] is None
+
+
+def step(whole: float, **turn: float) -> dict[str, object]:
+    return {"seconds": whole, "turn": turn, "peak_reserved_bytes": int(whole * 100)}
+
+
+def test_the_first_step_is_left_out_and_turns_are_told_where_there_are_any() -> None:
+    steps = [step(9.0, seconds=8.0, freed_bytes=4.0)] + [
+        step(2.0, seconds=1.0, freed_bytes=4.0)
+    ] * 2
+    found = summary({"steps": steps, "tokens": 1000}, 1024)
+    assert found == {
+        "tokens": 1024, "steps": 2, "seconds": 2.0, "tokens_per_second": 500.0, "peak_reserved_bytes": 200,
+        "turn_seconds": 1.0, "turn_freed_bytes": 4.0,
+    }  # fmt: skip
+    assert "turn_seconds" not in summary({"steps": [step(2.0)], "tokens": 1000}, 1024)
+
+
+def test_the_table_holds_what_was_measured() -> None:
+    assert report({}) == "nothing was measured"
+    turn = {"turn_seconds": 1.5, "turn_rest": 0.1, "turn_wake": 0.2, "turn_freed_bytes": 3 << 30}
+    with_turns = {"tokens": 4096, "tokens_per_second": 777.0, "seconds": 2.0, **turn}
+    text = report(
+        {
+            MODES[0]: {"at_the_longest": with_turns},
+            MODES[1]: {"at_the_longest": {"failed": "no memory"}},
+        }
+    )
+    assert all(figure in text for figure in ("4096", "777", "1.5", "0.1", "0.2", "3"))
+    assert MODES[1] not in text
+
+
+def test_tiny_ends_soon() -> None:
+    args = parse(["--output", "x", "--tiny", "--device", "cpu"])
+    assert (args.length, args.most, args.shape) == (64, 256, "tiny")
+
+
+@given(room=st.integers(0, 5000), shortest=st.integers(1, 64), most=st.integers(64, 4096))
+def test_the_longest_size_is_found_to_an_eighth(room: int, shortest: int, most: int) -> None:
+    tried: list[int] = []
+
+    def refusal(tokens: int) -> str | None:
+        tried.append(tokens)
+        return None if tokens <= room else f"room for {room}"
+
+    found = longest(refusal, shortest, most)
+    fits, refused = found["tokens"], [size for size in tried if size > room]
+    assert fits == max((size for size in tried if size <= room), default=0)
+    assert all(size % shortest == 0 and size <= most for size in tried)
+    if refused:
+        assert found["why"] == f"{min(refused)}: room for {room}"
+        # Halved three times, what is not known is an eighth of the last size that fitted, or one
+        # sequence.
+        assert not fits or min(refused) - fits <= max(2 * shortest, fits / 4)
+    else:
+        assert 2 * fits > most
+        assert found["why"] == f"--most {most}"
+
+
+def test_lengths_are_geometric_under_a_cap() -> None:
+    lengths = generate_cost.Lengths(450, 1024, seed=3)
+    drawn = [lengths.draw() for _ in range(20_000)]
+    assert 1 <= min(drawn) < 5
+    assert max(drawn) == 1024
+    stay = 1 - 1 / 450
+    assert statistics.fmean(drawn) == pytest.approx(450 * (1 - stay**1024), rel=0.03)
+    assert sum(length == 1024 for length in drawn) / len(drawn) == pytest.approx(
+        stay**1023, rel=0.15
+    )
+
+
+@pytest.mark.parametrize(
+    "form", [form for form, (path, _) in generate_cost.FORMS.items() if path == "/generate"]
+)
+def test_what_is_asked_is_understood(form: str) -> None:
+    fields = generate_cost.FORMS[form][1]
+    request = GenerateRequest(prompt="x", **fields)
+    assert request.token_logprobs == (form == "numbers")
+
+
+def test_the_table_has_a_row_for_each_way_and_room_for_what_failed(tmp_path: Path) -> None:
+    way = {"tokens_per_second": 1234.5, "front_end_us_per_token": 9.5}
+    text = generate_cost.report({"ways": {"numbers": way, "engine alone": {"failed": "no memory"}}})
+    assert "1234.5" in text
+    assert "engine alone" in text
+    args = generate_cost.parse(["--output", str(tmp_path), "--tiny"])
+    assert args.in_flight % generate_cost.GROUP == 0

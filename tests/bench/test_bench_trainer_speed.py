@@ -1,27 +1,36 @@
-"""The measurement of the trainer's speed, on the CPU: mechanics, and that plain PyTorch computes
-what the trainer does.
+"""Trainer speed, a whole run, optimizer choices and the ceiling, measured on the CPU: mechanics, and
+plain PyTorch against the trainer.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench import trainer_speed
-from bench.gpu import processes
+from bench import optimizer_choices, trainer_speed, whole_run
+from bench.gpu import ceiling, processes, random_checkpoint
 from bench.gpu.plain_decoder import PlainDecoder
+from bench.gpu.processes import BenchError
+from bench.gpu.shapes import SHAPES, shard_shapes
 from bench.gpu.synthetic import Work, geometry_of, random_bin, random_weights
+from bench.gpu.training_stack import RowsAsTheyCome
+from bench.measured import COMMIT_VARIABLE
+from bench.whole_run import longest_gap, summarise
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.ops import reference
 from tests.forked_ranks import RANKS
 
 pytestmark = pytest.mark.nightly
+
 
 CPU = torch.device("cpu")
 
@@ -216,3 +225,145 @@ def test_a_bin_holds_the_sequences_that_were_asked_for(share: bool) -> None:
 def test_a_bin_without_room_for_a_group_is_refused() -> None:
     with pytest.raises(ValueError, match="4 sequences of 100 tokens do not fit a bin of 399"):
         random_bin(Work(length=100, tokens=399, group=4), 1024, CPU)
+
+
+@pytest.mark.usefixtures("forked_children")
+def test_a_tiny_choice_is_planned_measured_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc")
+    status = optimizer_choices.main(
+        ["--output", str(tmp_path), "--device", "cpu", "--only", "1.7B, adamw-8bit, offloaded"]
+    )
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    (row,) = json.loads((tmp_path / "optimizer_choices.json").read_text())["results"]
+    assert row["measured"]["commit"] == "abc"
+    assert row["choice"]["optimizer"] == "adamw-8bit"
+    assert row["bytes"]["planned"] > row["host_bytes"]["planned"] > 6 * row["trained_parameters"]
+    assert row["bytes"]["measured"] > row["host_bytes"]["planned"]
+    assert min(row["seconds"][part]["min"] for part in ("gradient", "update", "write_weights")) > 0
+    assert "1.7B, adamw-8bit, offloaded" in printed
+
+
+def test_a_choice_that_does_not_fit_is_skipped_with_its_reason() -> None:
+    large = replace(optimizer_choices.CHOICES[-2], shape="qwen2.5-72b", device="cpu")
+    assert "of host memory; " in str(optimizer_choices.refusal(large))
+
+
+def row(tokens: int, wait: float, train: float) -> dict[str, float | int]:
+    return {
+        "tokens": tokens,
+        "sequences": 2,
+        "seconds_wait": wait,
+        "seconds_train": train,
+        "forwarded_tokens": 3 * tokens,
+    }
+
+
+def test_the_first_steps_are_left_out_and_the_rest_is_over_the_wall_clock() -> None:
+    rows = [(100.0, row(999, 50.0, 9.0)), (110.0, row(400, 2.0, 6.0)), (120.0, row(600, 3.0, 4.0))]
+    found = summarise(rows, 1)
+    assert found["steps"] == 2
+    assert found["seconds"] == 20.0
+    assert found["trained_tokens_per_second"] == 50.0
+    assert found["waiting_share"] == 0.25
+    assert found["seconds_by_phase"] == {"wait": 5.0, "train": 10.0}
+    assert found["forwarded_tokens_per_second_of_training"] == 300.0
+    assert found["mean_length"] == 250.0
+    rows[1][1]["forwarded_targets"] = 100
+    assert summarise(rows, 1) == found | {
+        "trained_tokens": 700,
+        "trained_tokens_per_second": 35.0,
+    }, "only what is computed"
+    with pytest.raises(BenchError, match="3 steps are too few, of which 3 are left out"):
+        summarise(rows, 3)
+
+
+def test_the_longest_gap_is_that_of_a_stream_and_not_between_streams() -> None:
+    streams = [[0.0, 5.0, 5.1], [9.0, 9.3], [20.0]]
+    assert longest_gap(streams, 1.0) == 0.3
+    assert longest_gap(streams, 0.0) == 5.0
+    assert longest_gap(streams, 10.0) is None
+
+
+def test_rows_are_taken_when_their_line_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = RowsAsTheyCome(file)
+    rows.look()
+    file.write_text('{"step": 1}\n{"st')
+    rows.look()
+    assert list(rows) == [{"step": 1}]
+    with file.open("a") as more:
+        more.write('ep": 2}\n')
+    rows.look()
+    assert [one["step"] for one in rows] == [1, 2]
+    assert rows.rows[0][0] <= rows.rows[1][0]
+
+
+def test_a_random_checkpoint_ends_answers_by_chance_and_names_every_token(tmp_path: Path) -> None:
+    vocab = SHAPES["tiny"]["vocab_size"]
+    answer = random_checkpoint.write({"shape": "tiny", "folder": str(tmp_path), "cap": 64})
+    ends = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+    assert answer["end_tokens"] == len(ends) == len(set(ends)) == 2 * vocab // 64
+    assert max(ends) < vocab
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == ends
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.num_parameters() == answer["parameters"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == vocab
+    assert all(tokenizer.convert_ids_to_tokens(number) for number in range(vocab))
+
+
+def test_what_cannot_run_here_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    assert (
+        whole_run.main(["--output", str(tmp_path), "--questions", "nowhere.jsonl", "--dry-run"])
+        == 0
+    )
+    parts = json.loads((tmp_path / "whole_run.json").read_text())["parts"]
+    assert parts == {
+        part: {"skipped": "there is no nowhere.jsonl; give GSM8K's train.jsonl with --questions"}
+        for part in parts
+    }
+    assert list(parts) == ["ours", "trl"]
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("forked_children")
+def test_our_part_runs_with_real_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = tmp_path / "questions.jsonl"
+    lines = [{"question": f"What is {n} plus {n}?", "answer": f"#### {2 * n}"} for n in range(20)]
+    questions.write_text("\n".join(map(json.dumps, lines)))
+    arguments = [
+        "--output",
+        str(tmp_path / "out"),
+        "--questions",
+        str(questions),
+        "--dry-run",
+        "--parts",
+        "ours",
+    ]
+    status = whole_run.main(arguments)
+    assert status == 0, capsys.readouterr().out
+    data = json.loads((tmp_path / "out" / "whole_run.json").read_text())
+    found = data["parts"]["ours"]
+    assert found["steps"] == data["settings"]["steps"] - data["settings"]["leave_out"] == 2
+    assert found["sequences"] == 2 * data["settings"]["sequences"]
+    assert found["trained_tokens"] > 0
+    assert found["longest_gap_seconds"] > 0
+    assert found["client_failures"] == []
+    assert {"wait", "train", "sync"} <= found["seconds_by_phase"].keys()
+
+
+def test_pairs_send_each_receiver_its_shards(tmp_path: Path) -> None:
+    found = ceiling.measure(
+        "tiny", ["cpu"] * 4, tmp_path, repeats=2, seconds=240, gibibyte=1 << 16, pairs=True
+    )
+    assert "not_measured" not in found
+    patterns = found["patterns"]
+    assert patterns["broadcast_1gib"]["bytes"] == 2 << 16
+    elements = sum(math.prod(shape) for rank in range(2) for shape in shard_shapes("tiny", rank, 2))
+    assert patterns["shards_sent_coalesced"]["bytes"] == 4 * elements  # float32 on a CPU
+    assert found["model_gb_per_s"] == patterns["shards_sent_coalesced"]["gb_per_s"] > 0
