@@ -86,7 +86,7 @@ class EngineTrainer(BenchTrainer):
         return [
             (part.name, own[name].data[part.start : part.stop])
             for name, planned in parameters(self.model.geometry).items()
-            for part in planned.parts
+            for part in planned.tensors
         ]
 
     def _engine_update(self, which: int) -> dict[str, Any]:

@@ -221,6 +221,7 @@ class Attention(nn.Module):
             packing,
             rotary,
             totals,
+            g.family.interleaved,
         )
         out = ops.attention(q, k, v, packing, float(g.head_dim**-0.5), self.window)
         y: Tensor = self.o_proj(out.reshape(len(x), self.q_size), packing)

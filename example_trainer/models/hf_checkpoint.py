@@ -26,6 +26,7 @@ from vllm_patching.weights.families import (
     Parameter,
     Part,
     UnsupportedModel,
+    own_family,
     parameters,
 )
 
@@ -101,7 +102,7 @@ def read_geometry(folder: Path) -> tuple[Geometry, dict[str, Any]]:
     except (OSError, json.JSONDecodeError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     try:
-        if FAMILIES.keys().isdisjoint(config.get("architectures") or []):
+        if own_family(config) is None:
             # Only here: it takes seconds to import transformers.
             from example_trainer.models.transformers_layout import transformers_geometry
 
@@ -175,7 +176,7 @@ def read_weights(model: Decoder, folder: Path) -> None:
         try:
             where = _open_tensors(folder, stack)
             _compare_names(
-                plan_names=[part.name for planned in plan.values() for part in planned.parts],
+                plan_names=[part.name for planned in plan.values() for part in planned.tensors],
                 where=where,
                 model=model,
                 folder=folder,
@@ -185,7 +186,7 @@ def read_weights(model: Decoder, folder: Path) -> None:
                 whole: Tensor = parameter
                 if model.shards.spread:
                     whole = torch.empty(planned.shape, dtype=stored_dtype(planned, model.dtype))
-                for part in planned.parts:
+                for part in planned.tensors:
                     _copy_part(whole, part, where[part.name], folder)
                 if model.shards.spread:
                     model.shards.local(parameter).copy_(model.shards.take(name, whole))
@@ -277,7 +278,7 @@ def hf_tensors(
     """The tensors of a checkpoint, from whole parameters in the order of the layout."""
     plan = parameters(geometry)
     for name, weight in weights:
-        for part in plan[name].parts:
+        for part in plan[name].tensors:
             tensor = part.view(weight.detach()).to(stored_dtype(plan[name], dtype))
             yield part.name, tensor.contiguous()
 
@@ -329,7 +330,7 @@ def write_checkpoint(
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = total = 0
     plan = parameters(geometry).values()
-    for stored, part in [(stored_dtype(one, dtype), part) for one in plan for part in one.parts]:
+    for stored, part in [(stored_dtype(one, dtype), part) for one in plan for part in one.tensors]:
         nbytes = math.prod(part.shape) * stored.itemsize
         if shards[-1] and size + nbytes > max_shard_bytes:
             shards.append({})

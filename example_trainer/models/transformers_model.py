@@ -367,5 +367,5 @@ def checkpoint_tensors(model: Decoder) -> dict[str, Tensor]:
     return {
         part.name: part.view(held[name].detach())
         for name, planned in parameters(model.geometry).items()
-        for part in planned.parts
+        for part in planned.tensors
     }

@@ -24,7 +24,13 @@ from example_trainer.training.optimizer import BUCKET_ELEMENTS, SLOTS, free_host
 from example_trainer.training.quantised import QUANTISED_BLOCK, can_be_quantised
 from example_trainer.weight_bridge.stream import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest
-from vllm_patching.weights.families import PROJECTIONS, Geometry, Parameter, parameters
+from vllm_patching.weights.families import (
+    PROJECTIONS,
+    Geometry,
+    Parameter,
+    adapted_projections,
+    parameters,
+)
 
 # The bytes that a training takes on one device, and in which moment of a step: arithmetic on sizes
 # alone.
@@ -212,12 +218,13 @@ def _count(counted: Iterable[Parameter]) -> int:
 
 def lora_parameter_count(geometry: Geometry, rank: int, targets: Sequence[str]) -> int:
     """Elements of the adapters on `targets` in every layer: rank · (inputs + outputs) each."""
+    own = adapted_projections(geometry, targets)
     return rank * sum(
         sum(part.shape)
         for parameter in parameters(geometry).values()
         if parameter.adapted
-        for part in parameter.parts
-        if part.projection in targets
+        for part in parameter.tensors
+        if part.projection in own
     )
 
 

@@ -16,7 +16,11 @@ from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder, load_model
-from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
+from example_trainer.models.hf_checkpoint import (
+    checkpoint_dtype,
+    find_checkpoint,
+    read_geometry,
+)
 from example_trainer.models.lora.layers import BaseModel, attach_adapters
 from example_trainer.models.lora.peft_format import check_same_adapter
 from example_trainer.out_of_memory import ran_out_of_memory
@@ -200,7 +204,8 @@ def make_model(
         CheckpointError: `start` holds adapters of another shape.
     """
     if config.lora and start:
-        check_same_adapter(start, config.lora, dtype)
+        geometry, _ = read_geometry(find_checkpoint(config.model_name))
+        check_same_adapter(start, config.lora.of_model(geometry), dtype)
     source = str(start or config.model_name)
     if config.lora:
         source = config.model_name

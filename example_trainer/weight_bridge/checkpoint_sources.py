@@ -58,7 +58,7 @@ def as_compared(geometry: Geometry, shapes: Shapes) -> Shapes:
     return {
         part.name: (tuple(part.shape), shapes[name][1])
         for name, parameter in parameters(geometry).items()
-        for part in parameter.parts
+        for part in parameter.tensors
     }
 
 
@@ -80,7 +80,7 @@ def checkpoint_places(geometry: Geometry) -> Mapping[str, Place]:
     places = {}
     for name, parameter in parameters(geometry).items():
         whole = torch.empty(parameter.shape, device="meta")
-        for part in parameter.parts:
+        for part in parameter.tensors:
             view = part.view(whole)
             region = Region(view.storage_offset(), tuple(view.shape), view.stride())
             places[part.name] = Place(name, tuple(parameter.shape), region)

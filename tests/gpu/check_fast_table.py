@@ -84,21 +84,36 @@ def norm(dtype: torch.dtype, rows: int, width: int) -> Result:
     )
 
 
-def heads(dtype: torch.dtype, tokens: int, shape: tuple[int, int, int], normed: bool) -> Result:
-    """Norms of heads, rotation, and the way back; `shape` is query heads, key heads, width."""
+def heads(
+    dtype: torch.dtype,
+    tokens: int,
+    shape: tuple[int, int, int],
+    normed: bool,
+    turned: int | None = None,
+    interleaved: bool = False,
+) -> Result:
+    """Norms of heads, rotation, and the way back; `shape` is query heads, key heads, width, of
+    which `turned` is rotated (None: all).
+    """
     count, kv, width = shape
     qkv, weights = (
         draw(dtype, tokens, (count + 2 * kv) * width),
         (draw(dtype, width), draw(dtype, width)),
     )
     positions = torch.randint(0, 50, (tokens,), device=DEVICE)
-    angles = torch.randn(50, width // 2, device=DEVICE)
+    turned = turned or width
+    angles = torch.randn(50, turned // 2, device=DEVICE)
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     cos, sin = table.double()[positions][:, None].chunk(2, -1)
 
     def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
-        first, second = rms(x, weight).chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        normed_x = rms(x, weight)
+        rest = normed_x[..., turned:]
+        pairs = normed_x[..., :turned].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+        axis = -1 if interleaved else -2
+        first, second = pairs.unbind(axis)
+        both = torch.stack((first * cos - second * sin, second * cos + first * sin), axis)
+        return torch.cat((both.flatten(-2), rest), -1)
 
     wide = leaf(qkv)
     leaves = [leaf(weight) for weight in weights] if normed else [None, None]
@@ -108,14 +123,14 @@ def heads(dtype: torch.dtype, tokens: int, shape: tuple[int, int, int], normed: 
         rotated(parts[:, count : count + kv], leaves[1]),
     )
     norms = weights if normed else None
-    found = fast_kernels.heads(qkv, kv, width, norms, 1e-6, positions, table)
+    found = fast_kernels.heads(qkv, kv, width, norms, 1e-6, positions, table, interleaved)
     upstream = [draw(dtype, tokens, number, width) for number in (count, kv, kv)]
     outputs = (*expected, parts[:, count + kv :])
     loss = sum((out * up.double()).sum() for out, up in zip(outputs, upstream, strict=True))
     assert isinstance(loss, Tensor)
     gradients = torch.autograd.grad(loss, [wide, *(one for one in leaves if one is not None)])
     dqkv, shares = fast_kernels.heads_gradient(
-        upstream[0], upstream[1], upstream[2], qkv, norms, 1e-6, positions, table
+        upstream[0], upstream[1], upstream[2], qkv, norms, 1e-6, positions, table, interleaved
     )
     mine = (dqkv, *(shares or ()))
     return worst(
@@ -315,6 +330,16 @@ def checks() -> list[tuple[str, Callable[[], Result]]]:
             for shape in ((4, 2, 16), (3, 1, 80), (16, 8, 128)):
                 name = f"heads {shape}, {'normed' if normed else 'plain'}, {kind}"
                 found.append((name, lambda d=dtype, s=shape, n=normed: heads(d, 70, s, n)))
+            for turned, apart in ((24, True), (80, True), (60, False)):
+                name = f"{turned} of 80 dimensions{' interleaved' * apart}, {normed}, {kind}"
+                found.append(
+                    (
+                        f"heads, {name}",
+                        lambda d=dtype, n=normed, t=turned, i=apart: heads(
+                            d, 70, (3, 1, 80), n, t, i
+                        ),
+                    )
+                )
         for vocab, temperature in (
             (5000, 0.7),
             (5000, None),
@@ -337,6 +362,12 @@ def checks() -> list[tuple[str, Callable[[], Result]]]:
         shapes = {
             "Qwen3, tied": geometry(),
             "biases, untied, width 128": geometry(**llama, head_dim=128, num_kv_heads=1),
+            "Phi 3, two thirds rotated": geometry(
+                architecture="Phi3ForCausalLM",
+                qk_norm=False,
+                head_dim=96,
+                partial_rotary_factor=0.667,
+            ),
             "windows in two of four layers": geometry(windows=(100, None, 33, None)),
         }
         for name, shape in shapes.items():

@@ -108,22 +108,27 @@ def rotary_embedding(
     k: torch.Tensor,
     head_dim: int,
     cos_sin_cache: torch.Tensor,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q and k by their positions (neox style: the first half of a head with the second).
-    Returns new tensors.
+    """Rotate q and k by their positions. Returns new tensors.
+
+    The first half of a head's first rotary_dim dimensions is rotated with the second (neox style).
 
     Args:
         positions: [tokens] int64.
         q: [tokens, heads * head_dim] (or with the heads apart); k likewise with its own number of
             heads.
-        cos_sin_cache: [max_position, head_dim] in the model's dtype: cosines, then sines; see
+        cos_sin_cache: [max_position, rotary_dim] in the model's dtype: cosines, then sines; see
             `rotary_table`.
+        interleaved: neighbours are rotated, instead of the halves.
     """
     if not q.is_cuda:
-        return reference.rotary_embedding(positions, q, k, head_dim, cos_sin_cache)
+        return reference.rotary_embedding(positions, q, k, head_dim, cos_sin_cache, interleaved)
     rotated = q.reshape(q.shape[0], -1).clone(memory_format=torch.contiguous_format)
     rotated_k = k.reshape(k.shape[0], -1).clone(memory_format=torch.contiguous_format)
-    _vllm_ops().rotary_embedding(positions, rotated, rotated_k, head_dim, cos_sin_cache, True)
+    _vllm_ops().rotary_embedding(
+        positions, rotated, rotated_k, head_dim, cos_sin_cache, not interleaved
+    )
     return rotated.view(q.shape), rotated_k.view(k.shape)
 
 

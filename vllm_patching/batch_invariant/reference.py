@@ -44,15 +44,21 @@ def rotary_embedding(
     k: torch.Tensor,
     head_dim: int,
     cos_sin_cache: torch.Tensor,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ops.rotary_embedding."""
     cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
-        first, second = x.reshape(x.shape[0], -1, head_dim).chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).reshape(
-            x.shape
-        )
+        heads = x.reshape(x.shape[0], -1, head_dim)
+        turned, rest = heads.tensor_split([cos_sin_cache.shape[1]], dim=-1)
+        if interleaved:
+            first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
+        else:
+            first, second = turned.chunk(2, dim=-1)
+        both = (first * cos - second * sin, second * cos + first * sin)
+        joined = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
+        return torch.cat((joined, rest), dim=-1).reshape(x.shape)
 
     return rotate(q), rotate(k)
 

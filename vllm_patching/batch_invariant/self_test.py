@@ -228,12 +228,12 @@ def _operations(model: Any, layer: Any) -> Iterator[tuple[str, int, Operation]]:
             ROWS,
             lambda s: ops.rms_norm(q[s].unflatten(-1, (-1, dim)), weight, eps),
         )
-    table = attention.rotary_emb.cos_sin_cache
+    table, interleaved = attention.rotary_emb.cos_sin_cache, not attention.rotary_emb.is_neox_style
     positions = torch.arange(ROWS, device=x.device) % table.shape[0]
     yield (
         "rotary_embedding",
         ROWS,
-        lambda s: _both(ops.rotary_embedding(positions[s], q[s], k[s], dim, table)),
+        lambda s: _both(ops.rotary_embedding(positions[s], q[s], k[s], dim, table, interleaved)),
     )
     gate_up = _random(ROWS, weights["gate_up_proj"][0].shape[0], like=norm.weight, seed=4)
     yield f"silu_and_mul [{gate_up.shape[1]}]", ROWS, lambda s: ops.silu_and_mul(gate_up[s])
@@ -276,7 +276,11 @@ def _layers_failure(layer: Any) -> str:
         "gate_up_proj": (mlp.gate_up_proj(x)[0], gate_up),
         "rotary_emb": (
             _both(attention.rotary_emb(positions, q.clone(), k.clone())),
-            _both(ops.rotary_embedding(positions, q, k, dim, table)),
+            _both(
+                ops.rotary_embedding(
+                    positions, q, k, dim, table, not attention.rotary_emb.is_neox_style
+                )
+            ),
         ),
         "act_fn": (mlp.act_fn(gate_up), ops.silu_and_mul(gate_up)),
     }

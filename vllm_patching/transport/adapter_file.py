@@ -126,10 +126,10 @@ def adapter_summary(header: bytes, data: torch.Tensor) -> WeightSummary:
 def expected_shapes(geometry: Geometry) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of every projection of a model, by its Hugging Face name."""
     return {
-        part.module: (part.shape[1], part.shape[0])
+        tensor.module: (tensor.shape[1], tensor.shape[0])
         for parameter in parameters(geometry).values()
         if parameter.adapted
-        for part in parameter.parts
+        for tensor in parameter.tensors
     }
 
 

@@ -14,8 +14,8 @@ A parameter has vLLM's name. Its rows are those of its checkpoint tensors, one b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -75,6 +75,8 @@ class Family:
         qkv_bias, o_bias, mlp_bias: whether these linear layers have a bias, or the key of
             config.json that decides.
         qk_norm: queries and keys are normalised, head by head.
+        fused: parameters that the checkpoint stores as one tensor, and not projection by projection.
+        interleaved: neighbours (2i, 2i + 1) of a head are rotated, and not (i, i + half).
         windowed: the rule for layers with a sliding window, where config.json has no `layer_types`;
             None: no layer has one.
         defaults: transformers' values for keys that config.json lacks.
@@ -86,6 +88,8 @@ class Family:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
+    fused: tuple[str, ...] = ()
+    interleaved: bool = False
     windowed: LayerType | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layer: tuple[Block, ...] = DENSE
@@ -127,6 +131,12 @@ FAMILIES = {
             windowed=_window_everywhere,
             defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         ),
+        Family(
+            "Phi3ForCausalLM",
+            fused=("qkv_proj", "gate_up_proj"),
+            windowed=_window_everywhere,
+            defaults={"partial_rotary_factor": 1.0},
+        ),
     )
 }
 """The supported families, by architecture."""
@@ -166,6 +176,7 @@ class Geometry:
     Attributes:
         windows: the sliding window of each layer, in tokens with the query's own, or None for a
             layer without one. It is empty if no layer has one.
+        partial_rotary_factor: the part of a head that is rotated, in whole pairs.
         media_tokens: ids that stand for images, sounds or films.
         ignored: patterns of checkpoint tensors that the model does not use.
     """
@@ -188,6 +199,7 @@ class Geometry:
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     windows: tuple[int | None, ...] = ()
+    partial_rotary_factor: float = 1.0
     media_tokens: frozenset[int] = frozenset()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # of old checkpoints
 
@@ -199,6 +211,11 @@ class Geometry:
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""
         return self.windows[layer] if self.windows else None
+
+    @property
+    def rotary_dim(self) -> int:
+        """The dimensions of a head that are rotated, the first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def inexact(self) -> str:
@@ -279,14 +296,21 @@ class Geometry:
             qk_norm=family.qk_norm,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             windows=_windows(config, family, max_positions, where),
+            partial_rotary_factor=_partial_rotary(config, rope, family, where),
         )
 
 
-def _family(config: Mapping[str, Any], where: str) -> Family:
+def own_family(config: Mapping[str, Any]) -> Family | None:
+    """The row of the table for the model of a config.json; None: the table has none."""
     names = config.get("architectures") or []
-    for name in names:
-        if name in FAMILIES:
-            return FAMILIES[name]
+    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+
+
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    family = own_family(config)
+    if family is not None:
+        return family
+    names = config.get("architectures") or []
     named = ", ".join(map(str, names)) or f"none named (model_type {config.get('model_type')!r})"
     raise UnsupportedModel(
         f"{where}: architecture {named} is not supported; supported: {', '.join(FAMILIES)}"
@@ -338,6 +362,18 @@ def _windows(
     if window >= max_positions:
         return ()  # it hides nothing
     return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
+
+
+def _partial_rotary(
+    config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, where: str
+) -> float:
+    factor = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
+    if factor != 1 and "partial_rotary_factor" not in family.defaults:
+        raise UnsupportedModel(
+            f"{where}: partial_rotary_factor {factor} is not supported for {family.architecture}, "
+            "whose heads are rotated as a whole; remove the key"
+        )
+    return factor
 
 
 _ROPE_KEYS = {
@@ -419,12 +455,13 @@ first."""
 
 @dataclass(frozen=True)
 class Part:
-    """A checkpoint tensor and the rows of the parameter that it fills.
+    """A checkpoint tensor, or a projection's rows of a fused one, and the rows of the parameter
+    that it fills.
 
     Attributes:
         name: the tensor's name in the checkpoint.
         start: first row in the parameter.
-        shape: the tensor's shape.
+        shape: the rows' shape.
         split: over tensor-parallel ranks.
     """
 
@@ -459,8 +496,8 @@ class Parameter:
 
     Attributes:
         name: vLLM's name.
-        parts: the checkpoint tensors, one below the other.
-        adapted: each part is a projection that can have an adapter.
+        parts: its rows, one below the other.
+        adapted: each checkpoint tensor is a projection that can have an adapter.
         partial: each tensor-parallel rank holds all of it and sees some of its uses, so the ranks'
             gradients add up.
         float32: checkpoints hold it in float32, whatever the dtype of the others.
@@ -473,6 +510,17 @@ class Parameter:
     partial: bool = False
     float32: bool = False
     frozen: bool = False
+
+    @property
+    def tensors(self) -> tuple[Part, ...]:
+        """The checkpoint tensors, one below the other: the parts, but a fused tensor as a whole."""
+        joined: dict[str, Part] = {}
+        for part in self.parts:
+            first = joined.setdefault(part.name, part)
+            if part is not first:
+                shape = (part.stop - first.start, *part.shape[1:])
+                joined[part.name] = replace(first, shape=shape)
+        return tuple(joined.values())
 
     @property
     def module(self) -> str:
@@ -519,7 +567,7 @@ def _attention(path: str, g: Geometry) -> Iterator[Parameter]:
         "k_proj": (g.kv_size, "kv_heads"),
         "v_proj": (g.kv_size, "kv_heads"),
     }
-    yield from _linear(path, "qkv_proj", qkv, g.hidden_size, g.qkv_bias)
+    yield from _linear(path, "qkv_proj", qkv, g, g.qkv_bias)
     yield from _linear_over_columns(path, "o_proj", g.hidden_size, g.q_size, g.o_bias)
     if g.qk_norm:
         for norm in ("q_norm", "k_norm"):
@@ -529,7 +577,7 @@ def _attention(path: str, g: Geometry) -> Iterator[Parameter]:
 def _gated_mlp(path: str, g: Geometry) -> Iterator[Parameter]:
     rows: tuple[int, Split] = (g.intermediate_size, "rows")
     gate_up = {"gate_proj": rows, "up_proj": rows}
-    yield from _linear(path, "gate_up_proj", gate_up, g.hidden_size, g.mlp_bias)
+    yield from _linear(path, "gate_up_proj", gate_up, g, g.mlp_bias)
     yield from _linear_over_columns(
         path, "down_proj", g.hidden_size, g.intermediate_size, g.mlp_bias
     )
@@ -538,11 +586,12 @@ def _gated_mlp(path: str, g: Geometry) -> Iterator[Parameter]:
 _BLOCKS = {"attention": _attention, "gated_mlp": _gated_mlp}
 
 
-def _linear(path: str, name: str, rows: Rows, inputs: int, bias: bool) -> Iterator[Parameter]:
+def _linear(path: str, name: str, rows: Rows, g: Geometry, bias: bool) -> Iterator[Parameter]:
     """Yield the weight and the bias of projections that are merged and split by rows."""
-    yield _merged(path, f"{name}.weight", rows, (inputs,), adapted=True)
+    fused = name in g.family.fused
+    yield _merged(path, f"{name}.weight", rows, (g.hidden_size,), fused, adapted=True)
     if bias:
-        yield _merged(path, f"{name}.bias", rows, ())
+        yield _merged(path, f"{name}.bias", rows, (), fused)
 
 
 def _linear_over_columns(
@@ -555,12 +604,18 @@ def _linear_over_columns(
 
 
 def _merged(
-    path: str, name: str, rows: Rows, tail: tuple[int, ...], adapted: bool = False
+    path: str,
+    name: str,
+    rows: Rows,
+    tail: tuple[int, ...],
+    fused: bool,
+    adapted: bool = False,
 ) -> Parameter:
     kind = name.rpartition(".")[2]
     parts, start = [], 0
     for projection, (count, split) in rows.items():
-        parts.append(Part(f"{path}.{projection}.{kind}", start, (count, *tail), split))
+        tensor = name if fused else f"{projection}.{kind}"
+        parts.append(Part(f"{path}.{tensor}", start, (count, *tail), split))
         start += count
     return Parameter(f"{path}.{name}", tuple(parts), adapted)
 
@@ -575,12 +630,31 @@ def _one(
     return Parameter(name, (Part(name, 0, shape, split),), adapted, partial)
 
 
+_FUSED = {
+    "qkv_proj": frozenset(("q_proj", "k_proj", "v_proj")),
+    "gate_up_proj": frozenset(("gate_proj", "up_proj")),
+}
+
+
 def _projections() -> tuple[str, ...]:
     smallest = (Geometry(name, 1, 1, 1, 1, 1, 1, 1, 1, 1e-6, 1e4) for name in FAMILIES)
     adapted = (p for geometry in smallest for p in parameters(geometry).values() if p.adapted)
-    return tuple(dict.fromkeys(part.projection for p in adapted for part in p.parts))
+    names = dict.fromkeys(tensor.projection for p in adapted for tensor in p.tensors)
+    return tuple(name for name in names if name not in _FUSED)
 
 
 PROJECTIONS = _projections()
 """The projections of all families that can have an adapter, by their Hugging Face names, in the
-order of the forward pass."""
+order of the forward pass. A fused tensor is adapted as a whole, under its own name."""
+
+
+def adapted_projections(geometry: Geometry, targets: Collection[str]) -> tuple[str, ...]:
+    """The model's own names of the projections `targets`, in the order of the forward pass: a fused
+    tensor if any of its projections is among them.
+    """
+    own = [t.projection for p in parameters(geometry).values() if p.adapted for t in p.tensors]
+    return tuple(
+        name
+        for name in dict.fromkeys(own)
+        if name in targets or not _FUSED.get(name, frozenset()).isdisjoint(targets)
+    )

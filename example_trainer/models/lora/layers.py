@@ -104,9 +104,10 @@ def attach_adapters(model: Decoder, settings: LoraSettings) -> None:
         ModelError: the model's layers are not the plain ones that adapters know, or have adapters
             already.
     """
+    settings = settings.of_model(model.geometry)
     model.requires_grad_(False)
     for parameter in parameters(model.geometry).values():
-        sizes = {part.projection: part.shape[0] for part in parameter.parts}
+        sizes = {tensor.projection: tensor.shape[0] for tensor in parameter.tensors}
         if not parameter.adapted or not sizes.keys() & set(settings.targets):
             continue
         base = model.get_submodule(parameter.module)

@@ -76,7 +76,7 @@ class AdapterWriter:
     """
 
     def __init__(self, model: Decoder, settings: LoraSettings, base_model: str) -> None:
-        self.config = peft_config(settings, base_model)
+        self.config = peft_config(settings.of_model(model.geometry), base_model)
         self._sources: list[tuple[str, Tensor]] = []
         self._host: Tensor | None = None
         entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vllm_patching.weights.families import PROJECTIONS
+from vllm_patching.weights.families import PROJECTIONS, Geometry, adapted_projections
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for all of them."""
@@ -31,6 +31,10 @@ class LoraSettings:
     def scale(self) -> float:
         """What B A x is multiplied by."""
         return self.alpha / self.rank
+
+    def of_model(self, geometry: Geometry) -> LoraSettings:
+        """The same settings with the model's own names of its projections."""
+        return replace(self, targets=adapted_projections(geometry, self.targets))
 
 
 def base_model_name(model: str) -> str:

@@ -165,11 +165,14 @@ class _Heads(torch.autograd.Function):
         positions: Tensor,
         rotary: Tensor,
         totals: tuple[Total | None, Total | None],
+        interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         norms = None if q_weight is None or k_weight is None else (q_weight, k_weight)
-        q, k = fast_kernels.heads(qkv, kv_heads, head_dim, norms, eps, positions, rotary)
+        q, k = fast_kernels.heads(
+            qkv, kv_heads, head_dim, norms, eps, positions, rotary, interleaved
+        )
         ctx.save_for_backward(qkv, q_weight, k_weight, positions, rotary)
-        ctx.eps, ctx.totals = eps, totals
+        ctx.eps, ctx.totals, ctx.interleaved = eps, totals, interleaved
         # The values stay where they are: attention reads them with the stride of qkv, which is kept
         # anyway.
         return q, k, qkv[:, -kv_heads * head_dim :].unflatten(1, (kv_heads, head_dim))
@@ -188,6 +191,7 @@ class _Heads(torch.autograd.Function):
             ctx.eps,
             positions,
             rotary,
+            ctx.interleaved,
         )
         gradients: list[Tensor | None] = [None, None]
         for number, share in enumerate(shares or ()):
@@ -198,7 +202,7 @@ class _Heads(torch.autograd.Function):
                 gradients[number] = share.to(qkv.dtype)
             else:
                 total().add_(share)
-        return dqkv, *gradients, None, None, None, None, None, None
+        return dqkv, *gradients, None, None, None, None, None, None, None
 
 
 def heads(
@@ -210,11 +214,21 @@ def heads(
     packing: Packing,
     rotary: Tensor,
     totals: tuple[Total | None, Total | None] = (None, None),
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See Operations.heads."""
     q_weight, k_weight = norms or (None, None)
     q, k, v = _Heads.apply(
-        qkv, q_weight, k_weight, kv_heads, head_dim, eps, packing.positions, rotary, totals
+        qkv,
+        q_weight,
+        k_weight,
+        kv_heads,
+        head_dim,
+        eps,
+        packing.positions,
+        rotary,
+        totals,
+        interleaved,
     )
     return q, k, v
 

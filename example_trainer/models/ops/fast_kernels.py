@@ -67,24 +67,39 @@ def _norm_gradient(
 
 
 @triton.jit
+def _columns(pair, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two columns of a head's pair. The first PAIRS pairs are rotated; the others only share
+    the work of loading what stays as it is.
+    """
+    if INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+    else:
+        first, second = pair, pair + PAIRS
+    rotated = pair < PAIRS
+    return tl.where(rotated, first, pair + PAIRS), tl.where(rotated, second, pair + HALF)
+
+
+@triton.jit
 def _heads(
     qkv, q, k, q_weight, k_weight, positions, table, tokens, heads, kv_heads, stride, eps,
-    NORMED: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    NORMED: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One query or key head of a block of tokens, normalised and rotated; queries come before keys
     in qkv.
     """
     head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, PADDED)
-    live = (row < tokens)[:, None] & (column < HALF)[None, :]
-    at = row[:, None] * stride + head * (2 * HALF) + column[None, :]
-    first = tl.load(qkv + at, mask=live, other=0.0).to(tl.float32)
-    second = tl.load(qkv + at + HALF, mask=live, other=0.0).to(tl.float32)
+    pair = tl.arange(0, PADDED)
+    column, partner = _columns(pair, HALF, PAIRS, INTERLEAVED)
+    in_head = pair < HALF
+    live = (row < tokens)[:, None] & in_head[None, :]
+    at = row[:, None] * stride + head * (2 * HALF)
+    first = tl.load(qkv + at + column[None, :], mask=live, other=0.0).to(tl.float32)
+    second = tl.load(qkv + at + partner[None, :], mask=live, other=0.0).to(tl.float32)
     is_query = head < heads
     if NORMED:
         weight = q_weight if is_query else k_weight
-        in_head = column < HALF
         scale = 1.0 / tl.sqrt(
             (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF) + eps
         )
@@ -94,25 +109,29 @@ def _heads(
         )
         second *= (
             scale[:, None]
-            * tl.load(weight + HALF + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
+            * tl.load(weight + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
         )
     place = (
-        tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * HALF) + column[None, :]
+        tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * PAIRS) + pair[None, :]
     )
-    cos = tl.load(table + place, mask=live, other=0.0).to(tl.float32)
-    sin = tl.load(table + place + HALF, mask=live, other=0.0).to(tl.float32)
+    turns = live & (pair < PAIRS)[None, :]
+    cos = tl.load(table + place, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(table + place + PAIRS, mask=turns, other=0.0).to(tl.float32)
     out = q if is_query else k
     count = heads if is_query else kv_heads
     local = head if is_query else head - heads
-    to = row[:, None] * (count * 2 * HALF) + local * (2 * HALF) + column[None, :]
-    tl.store(out + to, (first * cos - second * sin).to(out.dtype.element_ty), mask=live)
-    tl.store(out + to + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=live)
+    to = row[:, None] * (count * 2 * HALF) + local * (2 * HALF)
+    turned = (first * cos - second * sin).to(out.dtype.element_ty)
+    turned_second = (second * cos + first * sin).to(out.dtype.element_ty)
+    tl.store(out + to + column[None, :], turned, mask=live)
+    tl.store(out + to + partner[None, :], turned_second, mask=live)
 
 
 @triton.jit
 def _heads_gradient(
     dq, dk, dv, qkv, dqkv, q_weight, k_weight, positions, table, partial, tokens, heads, kv_heads, stride, eps,
-    NORMED: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    NORMED: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one head of a block of tokens in qkv: rotated back, through the norm; those of
     values are copied.
@@ -121,58 +140,65 @@ def _heads_gradient(
     """
     head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, PADDED)
-    in_head = column < HALF
+    pair = tl.arange(0, PADDED)
+    column, partner = _columns(pair, HALF, PAIRS, INTERLEAVED)
+    in_head = pair < HALF
     live = (row < tokens)[:, None] & in_head[None, :]
-    to = row[:, None] * ((heads + 2 * kv_heads) * 2 * HALF) + head * (2 * HALF) + column[None, :]
+    row_to = row[:, None] * ((heads + 2 * kv_heads) * 2 * HALF) + head * (2 * HALF)
+    to, partner_to = row_to + column[None, :], row_to + partner[None, :]
     if head >= heads + kv_heads:
-        at = (
-            row[:, None] * (kv_heads * 2 * HALF)
-            + (head - heads - kv_heads) * (2 * HALF)
-            + column[None, :]
-        )
-        tl.store(dqkv + to, tl.load(dv + at, mask=live, other=0.0), mask=live)
-        tl.store(dqkv + to + HALF, tl.load(dv + at + HALF, mask=live, other=0.0), mask=live)
+        at = row[:, None] * (kv_heads * 2 * HALF) + (head - heads - kv_heads) * (2 * HALF)
+        value = tl.load(dv + at + column[None, :], mask=live, other=0.0)
+        value_second = tl.load(dv + at + partner[None, :], mask=live, other=0.0)
+        tl.store(dqkv + to, value, mask=live)
+        tl.store(dqkv + partner_to, value_second, mask=live)
     else:
         is_query = head < heads
         upstream = dq if is_query else dk
         count = heads if is_query else kv_heads
         local = head if is_query else head - heads
-        at = row[:, None] * (count * 2 * HALF) + local * (2 * HALF) + column[None, :]
-        rotated = tl.load(upstream + at, mask=live, other=0.0).to(tl.float32)
-        rotated_second = tl.load(upstream + at + HALF, mask=live, other=0.0).to(tl.float32)
-        place = (
-            tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * HALF)
-            + column[None, :]
+        at = row[:, None] * (count * 2 * HALF) + local * (2 * HALF)
+        rotated = tl.load(upstream + at + column[None, :], mask=live, other=0.0).to(tl.float32)
+        rotated_second = tl.load(upstream + at + partner[None, :], mask=live, other=0.0).to(
+            tl.float32
         )
-        cos = tl.load(table + place, mask=live, other=0.0).to(tl.float32)
-        sin = tl.load(table + place + HALF, mask=live, other=0.0).to(tl.float32)
+        place = (
+            tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * PAIRS)
+            + pair[None, :]
+        )
+        turns = live & (pair < PAIRS)[None, :]
+        cos = tl.load(table + place, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(table + place + PAIRS, mask=turns, other=0.0).to(tl.float32)
         # A rotation's transpose is the rotation back.
         first = rotated * cos + rotated_second * sin
         second = rotated_second * cos - rotated * sin
         if NORMED:
-            source = row[:, None] * stride + head * (2 * HALF) + column[None, :]
-            value = tl.load(qkv + source, mask=live, other=0.0).to(tl.float32)
-            value_second = tl.load(qkv + source + HALF, mask=live, other=0.0).to(tl.float32)
-            squares = tl.sum(value * value, axis=1) + tl.sum(value_second * value_second, axis=1)
+            source = row[:, None] * stride + head * (2 * HALF)
+            normed = tl.load(qkv + source + column[None, :], mask=live, other=0.0).to(tl.float32)
+            normed_second = tl.load(qkv + source + partner[None, :], mask=live, other=0.0).to(
+                tl.float32
+            )
+            squares = tl.sum(normed * normed, axis=1) + tl.sum(
+                normed_second * normed_second, axis=1
+            )
             scale = (1.0 / tl.sqrt(squares / (2 * HALF) + eps))[:, None]
-            value *= scale
-            value_second *= scale
-            own = (tl.program_id(0).to(tl.int64) * (heads + kv_heads) + head) * (2 * HALF) + column
-            tl.store(partial + own, tl.sum(first * value, axis=0), mask=in_head)
-            tl.store(partial + own + HALF, tl.sum(second * value_second, axis=0), mask=in_head)
+            normed *= scale
+            normed_second *= scale
+            own = (tl.program_id(0).to(tl.int64) * (heads + kv_heads) + head) * (2 * HALF)
+            tl.store(partial + own + column, tl.sum(first * normed, axis=0), mask=in_head)
+            share = tl.sum(second * normed_second, axis=0)
+            tl.store(partial + own + partner, share, mask=in_head)
             weight = q_weight if is_query else k_weight
             first *= tl.load(weight + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
-            second *= tl.load(weight + HALF + column, mask=in_head, other=0.0).to(tl.float32)[
-                None, :
-            ]
+            second *= tl.load(weight + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
             mean = (
-                (tl.sum(first * value, axis=1) + tl.sum(second * value_second, axis=1)) / (2 * HALF)
+                (tl.sum(first * normed, axis=1) + tl.sum(second * normed_second, axis=1))
+                / (2 * HALF)
             )[:, None]
-            first = scale * (first - value * mean)
-            second = scale * (second - value_second * mean)
+            first = scale * (first - normed * mean)
+            second = scale * (second - normed_second * mean)
         tl.store(dqkv + to, first.to(dqkv.dtype.element_ty), mask=live)
-        tl.store(dqkv + to + HALF, second.to(dqkv.dtype.element_ty), mask=live)
+        tl.store(dqkv + partner_to, second.to(dqkv.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -280,6 +306,7 @@ def heads(
     eps: float,
     positions: Tensor,
     table: Tensor,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of qkv [tokens, heads + 2 · kv_heads, head_dim], normalised and rotated."""
     tokens = qkv.shape[0]
@@ -289,7 +316,8 @@ def heads(
     q_weight, k_weight = norms or (table, table)
     _heads[(triton.cdiv(tokens, _HEAD_ROWS), count + kv_heads)](
         qkv, q, k, q_weight, k_weight, positions, table, tokens, count, kv_heads, qkv.stride(0), eps,
-        NORMED=norms is not None, HALF=head_dim // 2, PADDED=triton.next_power_of_2(head_dim // 2), ROWS=_HEAD_ROWS,
+        NORMED=norms is not None, HALF=head_dim // 2, PAIRS=table.shape[1] // 2, INTERLEAVED=interleaved,
+        PADDED=triton.next_power_of_2(head_dim // 2), ROWS=_HEAD_ROWS,
         num_warps=4,
     )  # fmt: skip
     return q, k
@@ -305,6 +333,7 @@ def heads_gradient(
     eps: float,
     positions: Tensor,
     table: Tensor,
+    interleaved: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Gradient of qkv from those of rotated queries and keys and of values, all contiguous; and
     those of the two norms.
@@ -318,7 +347,8 @@ def heads_gradient(
     q_weight, k_weight = norms or (table, table)
     _heads_gradient[(blocks, count + 2 * kv_heads)](
         dq, dk, dv, qkv, dqkv, q_weight, k_weight, positions, table, partial, tokens, count, kv_heads, qkv.stride(0), eps,
-        NORMED=norms is not None, HALF=head_dim // 2, PADDED=triton.next_power_of_2(head_dim // 2), ROWS=_HEAD_ROWS,
+        NORMED=norms is not None, HALF=head_dim // 2, PAIRS=table.shape[1] // 2, INTERLEAVED=interleaved,
+        PADDED=triton.next_power_of_2(head_dim // 2), ROWS=_HEAD_ROWS,
         num_warps=4,
     )  # fmt: skip
     if norms is None:

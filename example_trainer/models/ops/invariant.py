@@ -41,7 +41,7 @@ def gradients_for(x: Tensor) -> ModuleType:
 
 
 def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """vLLM's table [max_positions, head_dim]. It computes it on the device, and a GPU's cosine is
+    """vLLM's table [max_positions, rotary_dim]. It computes it on the device, and a GPU's cosine is
     not a CPU's in the last bit.
 
     Raises:
@@ -52,7 +52,7 @@ def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -
         raise ModelError(
             f"{g.inexact} has no deterministic mode yet; train without --deterministic"
         )
-    return ops.rotary_table(g.head_dim, g.max_positions, g.rope_theta, dtype, device)
+    return ops.rotary_table(g.rotary_dim, g.max_positions, g.rope_theta, dtype, device)
 
 
 class _Linear(torch.autograd.Function):
@@ -209,11 +209,17 @@ def silu_and_mul(x: Tensor) -> Tensor:
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, positions: Tensor, head_dim: int, table: Tensor
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor,
+        head_dim: int,
+        table: Tensor,
+        interleaved: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(positions, table)
-        ctx.head_dim = head_dim
-        return ops.rotary_embedding(positions, q, k, head_dim, table)
+        ctx.head_dim, ctx.interleaved = head_dim, interleaved
+        return ops.rotary_embedding(positions, q, k, head_dim, table, interleaved)
 
     @staticmethod
     @once_differentiable
@@ -223,22 +229,32 @@ class _Rotary(torch.autograd.Function):
         cos, sin = table.chunk(2, dim=-1)
         mirrored = torch.cat((cos, -sin), dim=-1)
         dq, dk = ops.rotary_embedding(
-            positions, dq.contiguous(), dk.contiguous(), ctx.head_dim, mirrored
+            positions,
+            dq.contiguous(),
+            dk.contiguous(),
+            ctx.head_dim,
+            mirrored,
+            ctx.interleaved,
         )
-        return dq, dk, None, None, None
+        return dq, dk, None, None, None, None
 
 
 def rotary_embedding(
-    positions: Tensor, q: Tensor, k: Tensor, head_dim: int, table: Tensor
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    head_dim: int,
+    table: Tensor,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate pairs (i, i + head_dim/2) of each head by its position (RoFormer).
+    """Rotate pairs of each head by its position (RoFormer); see Operations.heads.
 
     Args:
         positions: [tokens] int64.
         q, k: [tokens, heads, head_dim], each with its own number of heads.
-        table: [positions, head_dim], cosines then sines.
+        table: [positions, rotary_dim], cosines then sines.
     """
-    rotated, rotated_k = _Rotary.apply(q, k, positions, head_dim, table)
+    rotated, rotated_k = _Rotary.apply(q, k, positions, head_dim, table, interleaved)
     return rotated, rotated_k
 
 
@@ -251,6 +267,7 @@ def heads(
     packing: Packing,
     rotary: Tensor,
     totals: tuple[Total | None, Total | None] = (None, None),
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See Operations.heads."""
     kv_size = kv_heads * head_dim
@@ -259,7 +276,7 @@ def heads(
     if norms is not None:
         q = rms_norm(q, norms[0], eps, packing, totals[0])
         k = rms_norm(k, norms[1], eps, packing, totals[1])
-    q, k = rotary_embedding(packing.positions, q, k, head_dim, rotary)
+    q, k = rotary_embedding(packing.positions, q, k, head_dim, rotary, interleaved)
     return q, k, v
 
 

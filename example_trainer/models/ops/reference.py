@@ -24,7 +24,8 @@ NAME = "reference"
 
 def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
     """See Operations.rotary_table. Computed in float32 on the CPU; every kind of rope scaling."""
-    exponents = torch.arange(0, geometry.head_dim, 2, dtype=torch.float32) / geometry.head_dim
+    width = geometry.rotary_dim
+    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
     frequencies, scaling = 1.0 / (geometry.rope_theta**exponents), geometry.rope_scaling
     if scaling is not None:
         frequencies = _stretch(frequencies, scaling, geometry.rope_theta)
@@ -166,6 +167,7 @@ def heads(
     packing: Packing,
     rotary: Tensor,
     totals: tuple[Total | None, Total | None] = (None, None),
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See Operations.heads."""
     kv_size = kv_heads * head_dim
@@ -177,15 +179,19 @@ def heads(
             rms_norm(k, norms[1], eps, packing, totals[1]),
         )
     cos, sin = rotary[packing.positions].unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved), v
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim/2). x: [tokens, heads, head_dim]; cos, sin: [tokens, 1,
-    head_dim/2] (RoFormer).
-    """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate pairs of x: [tokens, heads, head_dim]; cos, sin: [tokens, 1, pairs] (RoFormer)."""
+    pairs, width = cos.shape[-1], x.shape[-1]
+    if interleaved:
+        rotated, rest = x.split([2 * pairs, width - 2 * pairs], dim=-1)
+        first, second = rotated.unflatten(-1, (pairs, 2)).unbind(-1)
+        both = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return torch.cat((both.flatten(-2), rest), dim=-1)
+    first, second, rest = x.split([pairs, pairs, width - 2 * pairs], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def attention(

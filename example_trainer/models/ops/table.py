@@ -29,7 +29,9 @@ class Operations(Protocol):
     NAME: str
 
     def rotary_table(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Cosines, then sines, of every position: [max_positions, head_dim], rounded to the dtype."""
+        """Cosines, then sines, of every position: [max_positions, rotary_dim], rounded to the
+        dtype.
+        """
 
     def embedding(self, ids: Tensor, weight: Tensor, total: Total | None = None) -> Tensor:
         """Rows of weight [vocab, width] for ids [tokens]: [tokens, width]."""
@@ -78,17 +80,19 @@ class Operations(Protocol):
         packing: Packing,
         rotary: Tensor,
         totals: tuple[Total | None, Total | None] = (None, None),
+        interleaved: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] of qkv
         [tokens, all three].
 
         Queries and keys are normalised head by head if there are `norms` (the two weights
-        [head_dim]), then pairs (i, i + head_dim/2) are rotated by their positions (RoFormer,
-        arXiv:2104.09864).
+        [head_dim]), then pairs (i, i + rotary_dim/2) are rotated by their positions (RoFormer,
+        arXiv:2104.09864). Dimensions of a head behind rotary_dim stay as they are.
 
         Args:
-            rotary: [positions, head_dim], cosines then sines, in the model's dtype.
+            rotary: [positions, rotary_dim], cosines then sines, in the model's dtype.
             totals: of the two norms.
+            interleaved: pairs are (2i, 2i + 1).
         """
 
     def attention(

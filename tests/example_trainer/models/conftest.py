@@ -37,6 +37,9 @@ _SIZES = {
     "rms_norm_eps": 1e-5,
 }
 
+_SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+"""Some families' own are outside the small vocabulary."""
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": (
         "Qwen2",
@@ -94,6 +97,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             | {"beta_fast": 6.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 0.8}
         },
     ),
+    "phi3-partial-rotary": (
+        "Phi3",
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 25e4,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "phi3-window": ("Phi3", {"sliding_window": 37}),
     "llama-biases": (
         "Llama",
         {
@@ -116,7 +132,8 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
         case: str, dtype: torch.dtype = torch.float32, **save_options: Any
     ) -> tuple[Path, torch.nn.Module]:
         family, changes = CASES[case]
-        config = getattr(transformers, f"{family}Config")(**{**_SIZES, **changes})
+        config_class = getattr(transformers, f"{family}Config")
+        config = config_class(**{**_SIZES, **_SPECIAL_TOKENS, **changes})
         torch.manual_seed(7)
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         with torch.no_grad():

@@ -22,6 +22,8 @@ from vllm_patching.weights.families import (
     PROJECTIONS,
     Geometry,
     UnsupportedModel,
+    adapted_projections,
+    own_family,
     parameters,
 )
 from vllm_patching.weights.sharding import plan_shards
@@ -49,6 +51,9 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         mlp_bias=draw(st.booleans()),
         sliding_window=None,
         tie_word_embeddings=draw(st.booleans()),
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=None,
     )
     absent = draw(st.sets(st.sampled_from(OPTIONAL)))
     return {key: value for key, value in config.items() if key not in absent}
@@ -69,8 +74,8 @@ def checkpoint_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 @given(configs())
 def test_the_checkpoint_is_transformers(config: dict[str, Any]) -> None:
     planned = parameters(Geometry.from_config(config)).values()
-    parts = {part.name: part.shape for parameter in planned for part in parameter.parts}
-    assert parts == checkpoint_of(config)
+    tensors = {tensor.name: tensor.shape for one in planned for tensor in one.tensors}
+    assert tensors == checkpoint_of(config)
 
 
 def test_qwen3_has_heads_of_128_and_a_bias_in_o_proj() -> None:
@@ -146,6 +151,30 @@ def test_parts_of_a_parameter_lie_one_below_the_other() -> None:
     assert (qkv.shape, qkv.size, qkv.adapted) == ((16,), 16, False)
 
 
+def test_a_fused_tensor_is_split_by_its_projections_and_adapted_as_a_whole() -> None:
+    geometry = geometry_of("Phi3", 1, 8, 6, 4, 2, 2, 10)
+    qkv = parameters(geometry)["model.layers.0.self_attn.qkv_proj.weight"]
+    assert [(part.start, part.stop, part.split) for part in qkv.parts] == [
+        (0, 8, "rows"),
+        (8, 12, "kv_heads"),
+        (12, 16, "kv_heads"),
+    ]
+    assert [(tensor.name, tensor.shape) for tensor in qkv.tensors] == [(qkv.name, (16, 8))]
+    assert adapted_projections(geometry, PROJECTIONS) == (
+        "qkv_proj",
+        "o_proj",
+        "gate_up_proj",
+        "down_proj",
+    )
+    assert adapted_projections(geometry, ("k_proj", "down_proj")) == ("qkv_proj", "down_proj")
+
+
+def test_the_table_answers_that_it_has_no_row() -> None:
+    assert own_family({"architectures": ["MixtralForCausalLM"]}) is None
+    assert own_family({}) is None
+    assert own_family({"architectures": ["Qwen3ForCausalLM"]}) is FAMILIES["Qwen3ForCausalLM"]
+
+
 def test_every_projection_of_a_layer_can_have_an_adapter() -> None:
     assert PROJECTIONS == (
         "q_proj",
@@ -171,6 +200,7 @@ def test_every_projection_of_a_layer_can_have_an_adapter() -> None:
         ({"architectures": ["MixtralForCausalLM"]}, "architecture MixtralForCausalLM is not"),
         ({"architectures": None}, r"architecture none named \(model_type 'qwen3'\) is not"),
         ({"vocab_size": None}, "no 'vocab_size', which Qwen3ForCausalLM needs"),
+        ({"partial_rotary_factor": 0.5}, "0.5 is not supported for Qwen3ForCausalLM"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"quantization_config": {"bits": 4}}, "a quantised checkpoint cannot be trained"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for Qwen3ForCausalLM"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.geometries import geometry_of
-from vllm_patching.weights.families import Geometry, UnsupportedModel
+from vllm_patching.weights.families import FAMILIES, Geometry, UnsupportedModel
 from vllm_patching.weights.sharding import VOCAB_PADDING, plan_shards
 
 TP_SIZES = (1, 2, 4, 8)
@@ -17,7 +17,7 @@ TP_SIZES = (1, 2, 4, 8)
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
     return geometry_of(
-        draw(st.sampled_from(["Llama", "Qwen2", "Qwen3", "Mistral"])),
+        draw(st.sampled_from([name.removesuffix("ForCausalLM") for name in FAMILIES])),
         draw(st.integers(1, 2)),
         draw(st.sampled_from([8, 24])),
         8 * draw(st.integers(1, 4)),

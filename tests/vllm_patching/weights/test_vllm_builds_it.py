@@ -60,6 +60,7 @@ print(json.dumps(shapes))
 def config(case: str) -> dict[str, Any]:
     return (
         config_of(case.split()[0], 1, 64, 80, 4, 2, 16, 97, hidden_act="silu", sliding_window=None)
+        | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
         | CASES[case]
     )
 

@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -47,9 +49,11 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+NO_SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, **NO_SPECIAL_TOKENS)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
 }
 TOKENS = torch.arange(20).reshape(2, 10) % 31
@@ -95,7 +99,9 @@ def test_peft_loads_it_and_computes_the_same(
         theirs, ours = peft(TOKENS).logits, model.logits(TOKENS)
     assert (theirs - ours).abs().max() < 1e-5
     assert (without - ours).abs().max() > 1e-2
-    assert peft.peft_config["default"].target_modules == set(targets)
+    assert peft.peft_config["default"].target_modules == set(
+        settings.of_model(model.geometry).targets
+    )
 
 
 def test_the_server_reads_what_peft_saves(base: Path, tmp_path: Path) -> None:
@@ -111,7 +117,7 @@ def test_the_server_reads_what_peft_saves(base: Path, tmp_path: Path) -> None:
     data = torch.empty(file.num_bytes, dtype=torch.uint8)
     file.read_into(data)
     tensors, saved = file.tensors(data.view(file.dtype)), load_file(tmp_path / WEIGHTS_FILE)
-    assert len(saved) == 2 * len(tensors) == 2 * 7 * SIZES["num_hidden_layers"]
+    assert len(saved) == 2 * len(tensors) == 2 * len(expected_shapes(geometry(base)))
     for projection, matrices in tensors.items():
         for matrix, tensor in matrices.items():
             assert torch.equal(tensor, saved[peft_name(projection, matrix)])
