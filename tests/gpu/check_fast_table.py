@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,82 +312,78 @@ def shared_prefix(shape: Geometry) -> Result:
     )
 
 
-def checks() -> list[tuple[str, Callable[[], Result]]]:
+Checks = dict[str, Callable[[], Result]]
+
+
+def kernel_checks(dtype: torch.dtype) -> Checks:
+    """Norms, gated products and the output head."""
+    found: Checks = {}
+    on_gpu = DEVICE == "cuda"
+    for rows, width in ((7, 48), (300, 2048), (65, 5120)) if on_gpu else ((7, 48),):
+        found[f"norm {rows} x {width}"] = partial(norm, dtype, rows, width)
+        found[f"gated product {rows} x {width}"] = partial(silu, dtype, rows, width)
+    vocabularies = ((5000, 0.7), (5000, None), *([(151_936, 1.0)] if on_gpu else []))
+    for vocab, temperature in vocabularies:
+        for entropy in (False, True):
+            name = (
+                f"softmax over {vocab}, {temperature or 'own'} temperature{', entropy' * entropy}"
+            )
+            found[name] = partial(softmax, dtype, 6, vocab, temperature, entropy)
+    for case in ("chosen_logprobs", "chosen_logprobs with entropy"):
+        for totals in (False, True):
+            name = f"{case}, {'summed' if totals else 'by autograd'}"
+            found[name] = partial(head, case, dtype, totals)
+    return found
+
+
+def rotation_checks(dtype: torch.dtype) -> Checks:
+    """Norms and rotations of heads, also of a part of each head and of neighbours."""
+    found: Checks = {}
+    for normed in (True, False):
+        kind = "normed" if normed else "plain"
+        for shape in ((4, 2, 16), (3, 1, 80), (16, 8, 128)):
+            found[f"heads {shape}, {kind}"] = partial(heads, dtype, 70, shape, normed)
+        for turned, apart in ((24, True), (80, True), (60, False)):
+            name = f"heads, {turned} of 80 dimensions{', interleaved' * apart}, {kind}"
+            found[name] = partial(heads, dtype, 70, (3, 1, 80), normed, turned, apart)
+    return found
+
+
+def model_checks() -> Checks:
+    """Whole decoders; they need a GPU."""
+    llama = {"qk_norm": False, "tie_word_embeddings": False, "qkv_bias": True}
+    phi = {"qk_norm": False, "head_dim": 96, "partial_rotary_factor": 0.667}
+    shapes = {
+        "Qwen3, tied": geometry(),
+        "biases, untied, width 128": geometry(**llama, head_dim=128, num_kv_heads=1),
+        "windows in two of four layers": geometry(windows=(100, None, 33, None)),
+        "Phi 3, two thirds rotated": geometry(architecture="Phi3ForCausalLM", **phi),
+    }
+    found: Checks = {}
+    for name, shape in shapes.items():
+        for checkpointing, summed in ((False, True), (True, True), (False, False)):
+            how = f"{'recomputed, ' * checkpointing}{'summed' if summed else 'by autograd'}"
+            found[f"decoder: {name}, {how}"] = partial(decoder, shape, checkpointing, summed)
+        found[f"shared prefixes: {name}"] = partial(shared_prefix, shape)
+    return found
+
+
+def checks() -> Checks:
     """Return the checks, by name."""
-    found: list[tuple[str, Callable[[], Result]]] = []
+    found: Checks = {}
     for dtype in (torch.float32, torch.bfloat16):
         kind = str(dtype).removeprefix("torch.")
-        for rows, width in ((7, 48), (300, 2048), (65, 5120)) if DEVICE == "cuda" else ((7, 48),):
-            found.append(
-                (f"norm {rows} x {width}, {kind}", lambda d=dtype, r=rows, w=width: norm(d, r, w))
-            )
-            found.append(
-                (
-                    f"gated product {rows} x {width}, {kind}",
-                    lambda d=dtype, r=rows, w=width: silu(d, r, w),
-                )
-            )
-        for normed in (True, False):
-            for shape in ((4, 2, 16), (3, 1, 80), (16, 8, 128)):
-                name = f"heads {shape}, {'normed' if normed else 'plain'}, {kind}"
-                found.append((name, lambda d=dtype, s=shape, n=normed: heads(d, 70, s, n)))
-            for turned, apart in ((24, True), (80, True), (60, False)):
-                name = f"{turned} of 80 dimensions{' interleaved' * apart}, {normed}, {kind}"
-                found.append(
-                    (
-                        f"heads, {name}",
-                        lambda d=dtype, n=normed, t=turned, i=apart: heads(
-                            d, 70, (3, 1, 80), n, t, i
-                        ),
-                    )
-                )
-        for vocab, temperature in (
-            (5000, 0.7),
-            (5000, None),
-            *([(151_936, 1.0)] if DEVICE == "cuda" else []),
-        ):
-            for entropy in (False, True):
-                name = f"softmax over {vocab}, {temperature or 'own'} temperature{', entropy' * entropy}, {kind}"
-                found.append(
-                    (
-                        name,
-                        lambda d=dtype, v=vocab, t=temperature, e=entropy: softmax(d, 6, v, t, e),
-                    )
-                )
-        for case in ("chosen_logprobs", "chosen_logprobs with entropy"):
-            for totals in (False, True):
-                name = f"{case}, {'summed' if totals else 'by autograd'}, {kind}"
-                found.append((name, lambda c=case, d=dtype, t=totals: head(c, d, t)))
+        for name, check in (kernel_checks(dtype) | rotation_checks(dtype)).items():
+            found[f"{name}, {kind}"] = check
     if DEVICE == "cuda":
-        llama = {"qk_norm": False, "tie_word_embeddings": False, "qkv_bias": True}
-        shapes = {
-            "Qwen3, tied": geometry(),
-            "biases, untied, width 128": geometry(**llama, head_dim=128, num_kv_heads=1),
-            "Phi 3, two thirds rotated": geometry(
-                architecture="Phi3ForCausalLM",
-                qk_norm=False,
-                head_dim=96,
-                partial_rotary_factor=0.667,
-            ),
-            "windows in two of four layers": geometry(windows=(100, None, 33, None)),
-        }
-        for name, shape in shapes.items():
-            for checkpointing, summed in ((False, True), (True, True), (False, False)):
-                how = f"{'recomputed, ' if checkpointing else ''}{'summed' if summed else 'by autograd'}"
-                found.append(
-                    (
-                        f"decoder: {name}, {how}",
-                        lambda s=shape, c=checkpointing, t=summed: decoder(s, c, t),
-                    )
-                )
-            found.append((f"shared prefixes: {name}", lambda s=shape: shared_prefix(s)))
+        found |= model_checks()
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Make every check; 0 if all passed."""
     torch.manual_seed(0)
-    return run_checks(__doc__, dict(checks()), arguments)
+    return run_checks(__doc__, checks(), arguments)
 
 
 if __name__ == "__main__":

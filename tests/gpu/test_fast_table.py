@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-CHECKS = dict(checks())
+CHECKS = checks()
 
 
 @pytest.mark.parametrize("name", CHECKS)
