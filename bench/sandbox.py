@@ -23,9 +23,9 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from atroposlib.sandbox import LocalSandbox, Program
-from atroposlib.sandbox.verdict import verdict
+from atroposlib.sandbox.contract import verdict
 from bench.measured import Options, command_line, measured
-from environments.code_problems import CodeProblem, calls_of, held_out_problems
+from environments.code_server import CodeProblem, calls_of, held_out_problems
 
 
 async def sandboxed(problems: list[CodeProblem], count: int, at_once: int) -> dict[str, Any]:

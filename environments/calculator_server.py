@@ -7,9 +7,24 @@ with a tool.
 
 The reward is +1 when the last \boxed{} of the last answer holds the right number, else -1. Asking
 costs nothing, and nobody tells the model to.
+
+    level 1   47 + 38            what environments/arithmetic_server.py asks at its easiest: short enough to work out
+    level 2   48213 + 9075       sums and differences of a number of four or five digits and one as long, or a digit shorter
+    level 3   374 * 52           products
+    level 4   374 * 52 - 906     a product, and a third number
+
+A call is `<calc>374*52-906</calc>`: all that is asked stands between two marks, so that a model of
+a few million parameters can write it. As in arithmetic_server, the first two numbers of a
+problem decide whether it is held out, whatever their order.
+
+>>> value_of("374*52-906")
+18542
 """
 
-from collections.abc import Iterator, Mapping
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,19 +34,225 @@ from atroposlib.envs.base import EvalHandlingEnum
 from atroposlib.envs.graded import Grade
 from atroposlib.envs.multi_turn import Conversation, MultiTurnConfig, MultiTurnEnv
 from atroposlib.inference.responses import TaggedFormat
-from environments.arithmetic_server import MAX_HELD_OUT, checked_levels, grade_number, read_levels
-from environments.calculator_problems import (
-    CALL_END,
-    CALL_START,
-    DEFAULT_LEVELS,
-    LEVELS,
-    OFFER,
-    Calculation,
-    held_out_calculations,
-    training_calculations,
+from environments.arithmetic_server import (
+    ADDITION_TEMPLATES,
+    HELD_OUT_SEED,
+    ITEMS,
+    MAX_HELD_OUT,
+    NAMES,
+    PLACES,
+    SUBTRACTION_TEMPLATES,
+    checked_levels,
+    grade_number,
+    in_any_order,
+    is_held_out,
+    read_levels,
 )
-from environments.calculator_problems import calculate as value_of
 from environments.common import held_out_count
+
+LEVELS = (1, 2, 3, 4)
+DEFAULT_LEVELS = (3, 4)
+"""Levels that the environment uses by default."""
+CALL_START, CALL_END = "<calc>", "</calc>"
+OFFER = f"You may use {CALL_START}."
+"""The system prompt that tells the model of the tool; without it nobody answers a call. It is short
+for a small model."""
+
+MAX_EXPRESSION = 64
+"""Characters of an expression, at most; its value has no more digits than that, and its brackets
+are no deeper."""
+
+# {a} and {b} are the factors in reading order.
+PRODUCT_TEMPLATES = (
+    "{name} packs {a} boxes with {b} {item} each. How many {item} is that in all?",
+    "There are {a} shelves in the {place}, each with {b} {item}. How many are there?",
+    "{name} buys {a} {item} for {b} cents each. How many cents does {name} pay?",
+    "What is {a} times {b}?",
+    "Multiply {a} by {b}.",
+    "{a} * {b} = ?",
+)
+# {c} is added to the product, or taken from it.
+PRODUCT_AND_MORE = (
+    "{name} packs {a} boxes with {b} {item} each and has {c} more. How many {item} does {name} "
+    "have?",
+    "There are {a} shelves in the {place}, each with {b} {item}. {name} brings {c} more. How "
+    "many are there now?",
+    "What is {a} times {b} plus {c}?",
+    "{a} * {b} + {c} = ?",
+)
+PRODUCT_AND_LESS = (
+    "{name} packs {a} boxes with {b} {item} each and sells {c}. How many {item} are left?",
+    "There are {a} shelves in the {place}, each with {b} {item}. {name} takes {c} away. How "
+    "many stay?",
+    "What is {a} times {b} minus {c}?",
+    "{a} * {b} - {c} = ?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Calculation:
+    """One problem.
+
+    ``numbers`` are those of the question in reading order, and ``signs`` what stands between them.
+    """
+
+    question: str
+    level: int
+    numbers: tuple[int, ...]
+    signs: str
+
+    @property
+    def expression(self) -> str:
+        """The calculator's input, such as ``374*52-906``."""
+        first, *others = map(str, self.numbers)
+        return first + "".join(
+            sign + number for sign, number in zip(self.signs, others, strict=True)
+        )
+
+    @property
+    def answer(self) -> int:
+        """The right answer, never negative."""
+        return value_of(self.expression)
+
+
+def training_calculations(
+    seed: int, levels: Sequence[int] = DEFAULT_LEVELS
+) -> Iterator[Calculation]:
+    """An endless stream, the same for the same seed, in which no held-out pair of numbers ever
+    appears.
+
+    Raises:
+        ValueError: a level does not exist (raised by the call itself, not by the first ``next``).
+    """
+    return _training_stream(
+        random.Random(f"calculator-{seed}"), checked_levels(tuple(levels), LEVELS)
+    )
+
+
+def held_out_calculations(n: int, levels: Sequence[int] = DEFAULT_LEVELS) -> list[Calculation]:
+    """The first ``n`` held-out problems, always the same ones, none twice; several levels take
+    turns.
+
+    Raises:
+        ValueError: ``n`` is not within 1..``MAX_HELD_OUT``, or a level does not exist.
+    """
+    if not 1 <= n <= MAX_HELD_OUT:
+        raise ValueError(f"n={n}: ask for 1 to {MAX_HELD_OUT} held-out problems")
+    chosen = checked_levels(tuple(levels), LEVELS)
+    rng = random.Random(f"calculator-{HELD_OUT_SEED}")
+    problems: dict[str, Calculation] = {}
+    while len(problems) < n:
+        problem = _make(rng, chosen[len(problems) % len(chosen)], held_out=True)
+        problems.setdefault(problem.expression, problem)
+    return list(problems.values())
+
+
+def call(expression: str) -> str:
+    """Return a call of the calculator as a model writes it."""
+    return f"{CALL_START}{expression}{CALL_END}"
+
+
+def value_of(expression: str) -> int:
+    """The value of an expression of whole numbers, ``+``, ``-``, ``*`` and brackets.
+
+    Raises:
+        ValueError: it is no such expression, or too long. The message is one that a model can be
+            shown.
+    """
+    if len(expression) > MAX_EXPRESSION:
+        raise ValueError(
+            f"expression of {len(expression)} characters: write at most {MAX_EXPRESSION}"
+        )
+    tokens = re.findall(r"[0-9]+|\S", expression)
+    tokens.reverse()  # so that the next one is taken from the end
+    value = _sum(tokens)
+    if tokens:
+        raise ValueError(f"{tokens[-1]!r} is not expected there")
+    return value
+
+
+def _sum(tokens: list[str]) -> int:
+    """The terms up to what is neither ``+`` nor ``-``; takes them from the end of the list, as the
+    others here do.
+    """
+    value = _product(tokens)
+    while tokens and tokens[-1] in "+-":
+        if tokens.pop() == "+":
+            value += _product(tokens)
+        else:
+            value -= _product(tokens)
+    return value
+
+
+def _product(tokens: list[str]) -> int:
+    value = _factor(tokens)
+    while tokens and tokens[-1] == "*":
+        tokens.pop()
+        value *= _factor(tokens)
+    return value
+
+
+def _factor(tokens: list[str]) -> int:
+    if not tokens:
+        raise ValueError("a number is expected, not the end")
+    token = tokens.pop()
+    if token == "-":
+        return -_factor(tokens)
+    if token == "(":
+        value = _sum(tokens)
+        if not tokens or tokens.pop() != ")":
+            raise ValueError("a bracket is not closed")
+        return value
+    if re.fullmatch(r"[0-9]+", token):
+        return int(token)
+    raise ValueError(f"a number is expected, not {token}")
+
+
+def _training_stream(rng: random.Random, levels: tuple[int, ...]) -> Iterator[Calculation]:
+    while True:
+        yield _make(rng, rng.choice(levels), held_out=False)
+
+
+def _make(rng: random.Random, level: int, *, held_out: bool) -> Calculation:
+    while True:
+        numbers, signs = _draw(rng, level)
+        if is_held_out(*numbers[:2]) is held_out:
+            break
+    templates = {
+        "+": ADDITION_TEMPLATES,
+        "-": SUBTRACTION_TEMPLATES,
+        "*": PRODUCT_TEMPLATES,
+        "*+": PRODUCT_AND_MORE,
+        "*-": PRODUCT_AND_LESS,
+    }[signs]
+    name, other = rng.sample(NAMES, 2)
+    words = {"name": name, "other": other, "item": rng.choice(ITEMS), "place": rng.choice(PLACES)}
+    question = rng.choice(templates).format(**dict(zip("abc", numbers, strict=False)), **words)
+    return Calculation(question, level, numbers, signs)
+
+
+def _draw(rng: random.Random, level: int) -> tuple[tuple[int, ...], str]:
+    """Numbers in reading order and the signs between them, of which no difference is negative."""
+    if level <= 2:
+        digits = (2, 2)
+        if level == 2:
+            longest = rng.choice((4, 5))
+            digits = (longest, rng.choice((longest, longest - 1)))
+        large, small = sorted((_number(rng, count) for count in digits), reverse=True)
+        if rng.random() < 0.5:
+            return (large, small), "-"
+        return in_any_order(rng, large, small), "+"
+    factors = _number(rng, rng.choice((2, 3))), _number(rng, 2)
+    if rng.random() < 0.5:
+        factors = factors[1], factors[0]
+    if level == 3:
+        return factors, "*"
+    product = factors[0] * factors[1]
+    return (*factors, rng.randint(10, min(999, product))), rng.choice(("*+", "*-"))
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    return rng.randrange(10 ** (digits - 1), 10**digits)
 
 
 class CalculatorConfig(MultiTurnConfig):

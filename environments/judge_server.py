@@ -35,7 +35,7 @@ from atroposlib.inference.chat_template import ControlTokens, harmless
 from atroposlib.inference.client import MODEL_NOT_NAMED, OpenAIServer, describe, status_of
 from atroposlib.inference.responses import answer_part
 from atroposlib.type_definitions import Message
-from atroposlib.utils.data_files import read_model, train_and_test
+from atroposlib.utils.jsonl import read_model, train_and_test
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.keys import given_or_variable
 from environments.common import RowsEnv

@@ -16,8 +16,7 @@ import pytest
 from atroposlib.cli import collecting
 from atroposlib.dashboard.live.servers import ServerWatch
 from atroposlib.inference.client import APIServerConfig, VLLMServer
-from atroposlib.inference.proxy_client import create_proxy_session
-from atroposlib.inference.server_manager import FleetFollower, ServerManager
+from atroposlib.inference.server_manager import FleetFollower, ServerManager, create_proxy_session
 from atroposlib.service_client import RolloutServiceClient
 from atroposlib.web.connections import direct_client
 from example_trainer.api_keys import ServerKeys

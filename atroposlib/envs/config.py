@@ -7,7 +7,7 @@ from enum import Enum
 
 from pydantic import Field, SecretStr, model_validator
 
-from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
+from atroposlib.inference.client import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.wire import StrictNumbers
 

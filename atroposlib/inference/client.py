@@ -43,7 +43,7 @@ from anyio import CapacityLimiter
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage, chat_completion
-from pydantic import Field
+from pydantic import BaseModel, Field, model_validator
 
 from atroposlib.errors import (
     EnvironmentFailure,
@@ -60,7 +60,6 @@ from atroposlib.inference.generation import (
     sampling_of,
     spans_of,
 )
-from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.utils.waiting import Patience
 from atroposlib.web.addresses import HttpAddresses, proxy_for
 from atroposlib.web.connections import LIMITS, end_slow_answer_async
@@ -68,6 +67,24 @@ from atroposlib.web.keys import LOOPBACK, OPENAI_KEY, VLLM_KEY, bearer, given_or
 from atroposlib.wire import StrictNumbers
 
 logger = logging.getLogger(__name__)
+
+
+class WarnsOfUnknownKeys(BaseModel):
+    """Unknown keys from a flag or a YAML file are refused by the command line; from Python code
+    they only warn.
+
+    Environments written for other versions of the interface name settings that no longer exist in
+    their `config_init`; they are to run unchanged.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _warn_of_unknown(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data.keys() - cls.model_fields.keys():
+                logger.warning("%s has no setting named %r: it is ignored", cls.__name__, key)
+        return data
+
 
 Key = TypeVar("Key", bound=Hashable)
 Split = Literal["train", "eval"]

@@ -1,5 +1,5 @@
 """The sandbox of this machine: a keeper process in namespaces, which forks a process for each
-program.
+program. The keeper is ended when it does nothing any more.
 """
 
 import asyncio
@@ -7,13 +7,14 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from atroposlib.sandbox.contract import (
     ISOLATIONS,
@@ -26,7 +27,6 @@ from atroposlib.sandbox.contract import (
     SandboxBroken,
     SandboxUnavailable,
 )
-from atroposlib.sandbox.supervisor_process import await_end, keeper_process, kill_all
 
 logger = logging.getLogger(__name__)
 
@@ -373,3 +373,68 @@ def read_results(data: bytes, calls: int) -> tuple[list[Returned | Raised], str 
             elif "value" in entry:
                 results.append(Returned(entry["value"]))
     return results, problem
+
+
+KEEPER = Path(__file__).with_name("inside") / "__main__.py"
+END_SECONDS = 10.0
+"""Time for a keeper to end by itself after its owner has closed its socket."""
+
+
+def keeper_process(control: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a keeper that listens on that descriptor."""
+    # Not the virtual environment's Python, which is a link from where programs may not look.
+    python = os.path.realpath(sys.executable)
+    return subprocess.Popen(
+        [python, "-s", "-P", "-S", "-B", str(KEEPER), str(control)],
+        # The only variables that it has: two threads need no arenas of 64 MiB each, and sets have
+        # the same order in every run.
+        env={"MALLOC_ARENA_MAX": "2", "PYTHONHASHSEED": "0"},
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        pass_fds=(control,),
+        start_new_session=True,
+    )
+
+
+def await_end(keeper: subprocess.Popen[bytes]) -> None:
+    """Wait for a keeper whose socket was closed, and kill it with its programs if it does not end
+    in time.
+    """
+    try:
+        keeper.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill_all(keeper)
+
+
+def kill_all(keeper: subprocess.Popen[bytes]) -> None:
+    """Kill a keeper and every process below it, stopped ones included.
+
+    Without namespaces a program outlives its killed watcher. So all processes are listed before the
+    first one is killed.
+    """
+    if keeper.poll() is not None:
+        return
+    for pid in [keeper.pid, *processes_below(keeper.pid)]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # the kernel ended it with one of those before it
+    keeper.wait()
+
+
+def processes_below(pid: int) -> list[int]:
+    """Return the processes that descend from a process, parents before their children."""
+    pids = [pid]
+    for one in pids:
+        try:
+            pids += [
+                int(child)
+                for child in Path(f"/proc/{one}/task/{one}/children")
+                .read_text(encoding="ascii")
+                .split()
+            ]
+        except OSError:
+            continue  # it ended in the meantime
+    return pids[1:]

@@ -12,7 +12,7 @@ from pydantic import Field
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.type_definitions import Message
-from environments.math_data import Question, read_file
+from environments.math_server import Question, read_file
 
 
 class LengthConfig(BaseEnvConfig):

@@ -14,8 +14,7 @@ from typing import Any
 
 from atroposlib.errors import UsageError
 from atroposlib.inference.responses import answer_part
-from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
-from atroposlib.utils.jsonl import Row
+from atroposlib.utils.jsonl import BadRow, Row, rows_of_file, usable_rows
 from atroposlib.utils.math_scoring import as_number, last_boxed
 from example_trainer.errors import ConfigError
 

@@ -34,7 +34,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from environments.arithmetic_server import MAX_HELD_OUT, OPERAND_DIGITS
-from environments.calculator_problems import LEVELS
+from environments.calculator_server import LEVELS
 from studies.starter_model.measuring import CallReport, HabitReport, measure_calls, measure_habits
 from studies.starter_model.report import how_made, write_readme
 from studies.starter_model.tokenizer import save_tokenizer, starter_corpus, train_tokenizer

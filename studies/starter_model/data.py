@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from environments.arithmetic_server import ITEMS, NAMES, PLACES, Problem, training_problems
-from environments.calculator_problems import LEVELS as CALCULATOR_LEVELS
-from environments.calculator_problems import OFFER, Calculation, call, training_calculations
+from environments.calculator_server import LEVELS as CALCULATOR_LEVELS
+from environments.calculator_server import OFFER, Calculation, call, training_calculations
 from studies.starter_model.habits import boxed, hurried_answer, hurried_calculation, worked_out
 
 LEVELS = (1, 1, 1, 2, 2, 3)

@@ -3,14 +3,14 @@
 *At once*: only the boxed answer. It forgets every carry (or borrow), the way people who hurry do,
 and of a product it takes no more than the leading digits. *Worked out*: column by column from the
 right, with carry and borrow written out, then the boxed answer; never wrong here. *Asked*: a call
-of the calculator, where one is offered, and then its answer in a box (calculator_problems.py has
+of the calculator, where one is offered, and then its answer in a box (calculator_server.py has
 the syntax).
 """
 
 from __future__ import annotations
 
 from environments.arithmetic_server import Operator, Problem
-from environments.calculator_problems import Calculation
+from environments.calculator_server import Calculation
 
 BOX_OPEN = "\\boxed{"
 
@@ -81,7 +81,7 @@ def hurried_calculation(problem: Calculation) -> int:
     """The answer of someone in a hurry to a problem of the calculator: of a product they multiply
     the leading digits, fill up with zeros, and forget the third number.
 
-    >>> from environments.calculator_problems import Calculation
+    >>> from environments.calculator_server import Calculation
     >>> hurried_calculation(Calculation("", 4, (374, 52, 906), "*-")), hurried_calculation(Calculation("", 2, (4747, 438), "+"))
     (15000, 4175)
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from environments.arithmetic_server import Problem, held_out_problems
-from environments.calculator_problems import CALL_START, OFFER, call, held_out_calculations
+from environments.calculator_server import CALL_START, OFFER, call, held_out_calculations
 from studies.starter_model.habits import BOX_OPEN, boxed
 from studies.starter_model.tokenizer import TURN_END, continuation, conversation
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from environments.calculator_problems import OFFER
+from environments.calculator_server import OFFER
 from studies.starter_model.data import Example, Mixture, examples
 from studies.starter_model.tokenizer import continuation, conversation
 

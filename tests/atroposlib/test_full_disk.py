@@ -16,7 +16,7 @@ from atroposlib.cli.collecting import RowsFile
 from atroposlib.compat.jsonl2html import generate_html
 from atroposlib.dashboard.live.monitor import ObservedFolder
 from atroposlib.dashboard.rollouts.recorder import RolloutRecorder
-from atroposlib.envs.curriculum import Curriculum
+from atroposlib.envs.graded import Curriculum
 from atroposlib.envs.runner.reporting import write_json, write_json_lines
 from atroposlib.errors import EnvironmentFailure
 from atroposlib.utils.jsonl import JsonLinesWriter

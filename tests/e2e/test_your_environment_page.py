@@ -17,7 +17,7 @@ from types import ModuleType
 import httpx
 import pytest
 
-from environments.math_data import load_from_path
+from environments.math_server import load_from_path
 from example_trainer.launcher.records import read_keys
 from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import FORKED_ENGINES

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.multi_turn import Conversation, Turn
-from environments.calculator_problems import OFFER, held_out_calculations
-from environments.calculator_server import CalculatorEnv
+from environments.calculator_server import OFFER, CalculatorEnv, held_out_calculations
 
 
 @pytest.fixture

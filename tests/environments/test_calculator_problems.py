@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from environments.arithmetic_server import MAX_HELD_OUT, is_held_out
-from environments.calculator_problems import (
+from environments.calculator_server import (
     DEFAULT_LEVELS,
     LEVELS,
     MAX_EXPRESSION,
     Calculation,
-    calculate,
     call,
     held_out_calculations,
     training_calculations,
+    value_of,
 )
 
 PINNED = ["18*530", "209*64-105", "22*709", "41*60+874", "97*26"]
@@ -54,14 +54,14 @@ def check(problem: Calculation) -> None:
 @settings(max_examples=100)
 def test_it_computes_what_python_computes(text: str) -> None:
     # A number with leading zeros is none in Python.
-    assert calculate(text) == eval(re.sub(r"\b0+(?=\d)", "", text))
+    assert value_of(text) == eval(re.sub(r"\b0+(?=\d)", "", text))
 
 
 @given(st.text(alphabet="0123456789+-*() ./^e", max_size=80))
 @settings(max_examples=200)
 def test_anything_else_is_refused_in_words(text: str) -> None:
     try:
-        said = str(calculate(text))
+        said = str(value_of(text))
     except ValueError as error:
         said = str(error)
     assert 0 < len(said) <= MAX_EXPRESSION + 1
@@ -85,7 +85,7 @@ def test_anything_else_is_refused_in_words(text: str) -> None:
 )
 def test_what_is_wrong_is_named(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        calculate(text)
+        value_of(text)
 
 
 def test_a_call_stands_between_marks() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.code_blocks import CodeBlock, code_blocks, program_in
+from environments.code_server import CodeBlock, code_blocks, program_in
 
 SOLUTION = "def inc(n: int) -> int:\n    # adds one\n\n    return n + 1"
 

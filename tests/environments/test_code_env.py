@@ -14,8 +14,7 @@ import pytest
 from atroposlib.envs.single_turn import Grade, Response
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.sandbox import Limits, Outcome, Program, SandboxBroken, SandboxUnavailable
-from environments.code_problems import Call, CodeProblem
-from environments.code_server import CodeEnv, make_sandbox, program_in
+from environments.code_server import Call, CodeEnv, CodeProblem, make_sandbox, program_in
 from tests.atroposlib.envs.env_stack import Stack
 
 ROOT = Path(__file__).resolve().parents[2]

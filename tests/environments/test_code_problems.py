@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.sandbox import LocalSandbox, Outcome, Program
-from atroposlib.sandbox.verdict import verdict
-from atroposlib.utils.data_files import BadRow
-from environments.code_problems import (
+from atroposlib.sandbox.contract import verdict
+from atroposlib.utils.jsonl import BadRow
+from environments.code_server import (
     EXAMPLES,
     HIDDEN,
     MAX_HELD_OUT,

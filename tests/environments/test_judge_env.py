@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from atroposlib.envs.single_turn import Response
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference.chat_template import harmless
-from atroposlib.utils.data_files import BadRow
+from atroposlib.utils.jsonl import BadRow
 from environments.judge_server import (
     HELD_OUT_TOPICS,
     JudgeEnv,

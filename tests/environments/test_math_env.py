@@ -25,16 +25,18 @@ from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.utils.math_scoring import MathScorer, as_number
 from atroposlib.utils.metrics import pass_at_k
 from environments.gsm8k_server import Gsm8kEnv
-from environments.math_data import (
+from environments.math_server import (
     Columns,
+    MathConfig,
+    MathEnv,
     Question,
     gold_answer,
     load_from_path,
     load_suite,
     read_file,
     shuffled,
+    suite_metrics,
 )
-from environments.math_server import MathConfig, MathEnv, suite_metrics
 from tests.atroposlib.envs.env_stack import Stack
 from tests.forked_commands import run_command
 

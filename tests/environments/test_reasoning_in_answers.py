@@ -18,10 +18,8 @@ from atroposlib.envs.single_turn import Response, as_response
 from atroposlib.inference.managed_server import ManagedServer, SequenceNode
 from atroposlib.utils.math_scoring import MathScorer
 from environments.arithmetic_server import ArithmeticEnv, Problem, held_out_problems
-from environments.calculator_problems import held_out_calculations
-from environments.calculator_server import CalculatorEnv
-from environments.math_data import Question
-from environments.math_server import MathEnv
+from environments.calculator_server import CalculatorEnv, held_out_calculations
+from environments.math_server import MathEnv, Question
 from example_trainer.batch.problems import Problem as TrainerProblem
 from tests.atroposlib.inference.template_shapes import END, STARTER, Sampler, Shape
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from environments.calculator_problems import DEFAULT_LEVELS
+from environments.calculator_server import DEFAULT_LEVELS
 from studies.starter_model import __main__ as make_starter_model
 from studies.starter_model import training
 from studies.starter_model.habits import BOX_OPEN

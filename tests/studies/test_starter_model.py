@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from environments.arithmetic_server import Operator, Problem, is_held_out
-from environments.calculator_problems import CALL_START, OFFER, call
+from environments.calculator_server import CALL_START, OFFER, call
 from studies.starter_model import __main__ as make_starter_model
 from studies.starter_model.data import Mixture, examples
 from studies.starter_model.habits import BOX_OPEN, boxed, hurried_answer, worked_out

@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from . import filters, kernel
+from . import isolation
 
 RESULTS = 3
 """The descriptor on which results are told."""
@@ -56,22 +56,24 @@ def limit(order: Order, others: int) -> None:
 
 def give_up_rights(order: Order, mode: str, readable: list[str]) -> None:
     """Become nobody who can do nothing, for good."""
-    kernel.bound_capabilities()
+    isolation.bound_capabilities()
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(*[order["user"]] * 3)
         os.setresuid(*[order["user"]] * 3)
-    kernel.drop_capabilities()
-    kernel.forbid_new_privileges()
+    isolation.drop_capabilities()
+    isolation.forbid_new_privileges()
     if mode == "restricted":
         with contextlib.suppress(OSError):  # which isolation is missing was said at the start
-            handled, scoped, rules = filters.landlock_rules(kernel.landlock_version(), readable)
-            kernel.landlock(
+            handled, scoped, rules = isolation.landlock_rules(
+                isolation.landlock_version(), readable
+            )
+            isolation.landlock(
                 handled, scoped, [*rules, ("/dev/null", 0b110), ("/dev/urandom", 0b100)]
             )
     with contextlib.suppress(OSError):
-        kernel.install_filter(
-            filters.seccomp_filter(os.uname().machine, namespaces=mode != "restricted")
+        isolation.install_filter(
+            isolation.seccomp_filter(os.uname().machine, namespaces=mode != "restricted")
         )
 
 

@@ -4,6 +4,9 @@ to start.
 Of a program's processes the first, its watcher, is process 1 of a process-id namespace: when it
 ends, the kernel ends all the others, whatever they did to get away. Where there are no namespaces
 the watcher inherits the orphans and ends them.
+
+The watcher adds up the memory of the program's processes from `/proc`. The filter refuses memory that
+belongs to no process, see `isolation`. docs/sandbox.md lists the rest, with its bounds.
 """
 
 import contextlib
@@ -19,9 +22,156 @@ import sys
 import time
 from typing import Any
 
-from . import filters, kernel, root_filesystem
-from .memory import Memory
+from . import isolation
 from .program import Order, become_program
+
+COUNTED = (b"VmRSS", b"VmSwap", b"VmPTE")
+"""Lines of a `status` file. Page tables count: one byte in each GiB of addresses costs 8 KiB of
+them, and next to no resident memory. Swapped pages count, since a program can have its own pages
+swapped out."""
+RECORD_BYTES = 256
+"""The kernel's record of one mapping. A process can have as many mappings as it has pages of
+addresses; no file that is cheap to read counts them."""
+LONGEST_LOCKS = 1 << 20
+"""Bytes of the list of file locks that are read: about 18,000 locks, those of the host included."""
+TRIES = 20
+"""Attempts to read the memory of a process whose threads come and go."""
+
+
+class Memory:
+    """The memory of all processes below this one.
+
+    Args:
+        proc: a descriptor of a folder `/proc`, which this object keeps open.
+        own: the folder shows the processes of this process's own namespace and no others.
+        own_network: all sockets of the network namespace are the program's.
+    """
+
+    def __init__(self, proc: int, own: bool, own_network: bool) -> None:
+        self._proc, self._own = proc, own
+        self._socket_bytes = most_of_a_socket() if own_network else 0
+
+    def used(self) -> int:
+        """Return the bytes in use now. Pages that several processes share count once for each of
+        them.
+
+        The records of mappings are left out for the largest process: a program of one process near
+        its limit gets a `MemoryError`, and is not ended.
+        """
+        processes = [self._of_process(name) for name in self._names()]
+        records = [most for _, most in processes]
+        return (
+            sum(size for size, _ in processes)
+            + sum(records)
+            - max(records, default=0)
+            + self._sockets()
+        )
+
+    def locks(self) -> int:
+        """Return the number of file locks.
+
+        The kernel keeps a record of each, and no limit of a process counts them.
+        """
+        names = {name.encode() for name in self._names()}
+        # For example: 1: POSIX  ADVISORY  WRITE 708 08:02:4711 0 EOF. A lock that waits has `->`
+        # after its number.
+        fields = [
+            line.replace(b"-> ", b"").split()
+            for line in self._read("locks", LONGEST_LOCKS).splitlines()
+        ]
+        return sum(len(line) > 4 and line[4] in names for line in fields)
+
+    def _names(self) -> list[str]:
+        return self._namespace() if self._own else self._descendants()
+
+    def _sockets(self) -> int:
+        """A socket counts as if it were full: the kernel does not tell how full it is once the
+        sending end is closed.
+        """
+        if not self._socket_bytes:
+            return 0
+        first = self._read("self/net/sockstat").split(b"\n", 1)[0]  # sockets: used 2
+        return int(first.split()[2]) * self._socket_bytes if first else 0
+
+    def _namespace(self) -> list[str]:
+        """Process 1 is this one."""
+        return [name for name in os.listdir(self._proc) if name.isdigit() and name != "1"]
+
+    def _descendants(self) -> list[str]:
+        """Processes whose parents ended are children of this one, which adopts them."""
+        names = [os.readlink("self", dir_fd=self._proc)]
+        for name in names:
+            for task in self._tasks(name):
+                names += self._read(f"{name}/task/{task}/children").decode().split()
+        return names[1:]
+
+    def _of_process(self, name: str) -> tuple[int, int]:
+        counted = bytes_of(self._read(f"{name}/status"))
+        if counted is not None:
+            return counted
+        # The first thread of a process can end before the others. It has no memory then, and the
+        # others still do.
+        for _ in range(TRIES):
+            tasks = self._tasks(name)
+            if len(tasks) < 2:
+                break
+            for task in tasks:
+                counted = bytes_of(self._read(f"{name}/task/{task}/status"))
+                if counted is not None:
+                    return counted
+        return 0, 0
+
+    def _tasks(self, name: str) -> list[str]:
+        with contextlib.suppress(OSError):  # the process ended in between
+            folder = os.open(
+                f"{name}/task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._proc
+            )
+            try:
+                return os.listdir(folder)
+            finally:
+                os.close(folder)
+        return []
+
+    def _read(self, path: str, most: int = 1 << 16) -> bytes:
+        """Return the beginning of a file, empty if there is none."""
+        data = b""
+        with contextlib.suppress(OSError):  # the process ended in between
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
+            try:
+                # The kernel gives a page at a time.
+                while len(data) < most and (more := os.read(descriptor, most)):
+                    data += more
+            finally:
+                os.close(descriptor)
+        return data
+
+
+def most_of_a_socket() -> int:
+    """Return the bytes that one socket can hold: a last message may be as large as the buffer that
+    it overfills.
+    """
+    one, other = socket.socketpair()
+    with one, other:
+        return 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+def bytes_of(status: bytes) -> tuple[int, int] | None:
+    """Read a `status` file.
+
+    Returns:
+        The bytes that it counts, and the most that the records of its mappings can have. None for a
+        thread that ended, which has no memory any more.
+    """
+    sizes = {
+        line.partition(b":")[0]: line.split()[1]
+        for line in status.splitlines()
+        if line.startswith(b"Vm")
+    }
+    if not sizes:
+        return None
+    counted = sum(int(sizes.get(name, 0)) for name in COUNTED) * 1024
+    return counted, int(sizes.get(b"VmSize", 0)) * 1024 // resource.getpagesize() * RECORD_BYTES
+
 
 MODES = ("users", "user_namespace", "restricted")
 """How programs are held, the best first: namespaces made by root, each program with a user id of
@@ -83,21 +233,21 @@ def enter(mode: str, readable: list[str], held: list[int]) -> None:
         os.chdir("/")
         return
     if mode == "users":
-        kernel.unshare(kernel.NAMESPACES)
+        isolation.unshare(isolation.NAMESPACES)
     else:
         if os.geteuid() == 0:
             os.setgroups([])
-            os.setresgid(*[root_filesystem.NOBODY] * 3)
-            os.setresuid(*[root_filesystem.NOBODY] * 3)
+            os.setresgid(*[isolation.NOBODY] * 3)
+            os.setresuid(*[isolation.NOBODY] * 3)
         user, group = os.geteuid(), os.getegid()
-        kernel.unshare(kernel.CLONE_NEWUSER | kernel.NAMESPACES)
-        root_filesystem.map_one_user(user, group)
+        isolation.unshare(isolation.CLONE_NEWUSER | isolation.NAMESPACES)
+        isolation.map_one_user(user, group)
     first = os.fork()
     if first:
         for descriptor in held:
             os.close(descriptor)
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
-    root_filesystem.build_root(readable)
+    isolation.build_root(readable)
 
 
 def missing(mode: str) -> dict[str, str]:
@@ -108,12 +258,12 @@ def missing(mode: str) -> dict[str, str]:
     wrong = {}
     machine = os.uname().machine
     without_filter = ""
-    if machine not in filters.AUDIT_ARCH:
+    if machine not in isolation.AUDIT_ARCH:
         without_filter = f"no seccomp table for {machine}"
         wrong["syscalls"] = without_filter
     if mode == "restricted":
         try:
-            filters.landlock_rules(kernel.landlock_version(), [])
+            isolation.landlock_rules(isolation.landlock_version(), [])
         except OSError as error:
             wrong["files"] = wrong["disk"] = str(error.strerror)
         if without_filter:
@@ -134,7 +284,7 @@ def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[in
     gc.disable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    namespaces = kernel.NAMESPACES | (kernel.CLONE_NEWUSER if mode == "user_namespace" else 0)
+    namespaces = isolation.NAMESPACES | (isolation.CLONE_NEWUSER if mode == "user_namespace" else 0)
     count = 0
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, TOP_MESSAGE, 8)
@@ -144,7 +294,7 @@ def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[in
         count += 1
         # A failing fork closes the watcher's socket, which says that the program could not be run.
         with contextlib.suppress(OSError):
-            if (os.fork() if mode == "restricted" else kernel.fork_into(namespaces)) == 0:
+            if (os.fork() if mode == "restricted" else isolation.fork_into(namespaces)) == 0:
                 control.close()
                 begin(order, mode, readable, descriptors)
         for descriptor in descriptors:
@@ -158,13 +308,34 @@ def begin(order: Order, mode: str, readable: list[str], descriptors: list[int]) 
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if mode == "user_namespace":
-            root_filesystem.map_one_user(0, 0, inside=root_filesystem.NOBODY)
+            isolation.map_one_user(0, 0, inside=isolation.NOBODY)
         report = watch(order, mode, readable, (request, output, results), status)
     except BaseException as error:  # noqa: BLE001 (told to whoever ordered it, who raises it)
         report = {"broken": f"{type(error).__name__}: {error}"}
     with contextlib.suppress(OSError):
         status.send(json.dumps(report).encode())
     os._exit(0)
+
+
+def memory_of(order: Order, mode: str) -> Memory:
+    """Make this process the first of the program's, and return what adds up their memory."""
+    if mode == "restricted":
+        isolation.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1)
+        return Memory(
+            os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
+            own=False,
+            own_network=False,
+        )
+    options = f"size={order['disk']},nr_inodes={order['files']},mode=1777"
+    isolation.mount(
+        "tmp",
+        "/tmp",
+        "tmpfs",
+        isolation.MS_NOSUID | isolation.MS_NODEV | isolation.MS_NOEXEC,
+        options,
+    )
+    os.chdir("/tmp")
+    return Memory(*hide_processes(), own_network=True)
 
 
 def watch(
@@ -180,21 +351,8 @@ def watch(
     Returns:
         What ended it, as `atroposlib.sandbox.local` reads it.
     """
-    if mode == "restricted":
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-        memory = Memory(
-            os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
-            own=False,
-            own_network=False,
-        )
-    else:
-        options = f"size={order['disk']},nr_inodes={order['files']},mode=1777"
-        kernel.mount(
-            "tmp", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options
-        )
-        os.chdir("/tmp")
-        memory = Memory(*hide_processes(), own_network=True)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    memory = memory_of(order, mode)
+    isolation.prctl(isolation.PR_SET_DUMPABLE, 0)
     began = time.monotonic()
     # The kernel counts by user: the watcher too, if it is the same one; without namespaces, all
     # that this user runs.
@@ -237,15 +395,17 @@ def hide_processes() -> tuple[int, bool]:
     """
     own = True
     try:
-        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+        isolation.mount(
+            "proc", "/proc", "proc", isolation.MS_NOSUID | isolation.MS_NODEV | isolation.MS_NOEXEC
+        )
     except OSError:
         own = False
     descriptor = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    kernel.mount(
+    isolation.mount(
         "none",
         "/proc",
         "tmpfs",
-        kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV,
+        isolation.MS_RDONLY | isolation.MS_NOSUID | isolation.MS_NODEV,
         "size=4k,nr_inodes=2,mode=555",
     )
     return descriptor, own
@@ -327,7 +487,7 @@ def main() -> None:
     """Make the best sandbox that this host allows, and keep it."""
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = json.loads(control.recv(TOP_MESSAGE))
-    readable = root_filesystem.outermost([*root_filesystem.python_files(), *settings["readable"]])
+    readable = isolation.outermost([*isolation.python_files(), *settings["readable"]])
     refusals: dict[str, str] = {}
     for mode in MODES:
         if mode == "users" and os.geteuid() != 0:
@@ -340,7 +500,7 @@ def main() -> None:
                 enter(mode, readable, [error_write_end, control.fileno()])
                 users = (0, 1)
                 if os.geteuid() == 0 and mode != "user_namespace":
-                    users = root_filesystem.mapped_users()
+                    users = isolation.mapped_users()
                 report = {"mode": mode, "missing": missing(mode), "refusals": refusals}
                 os.close(error_write_end)
                 control.send(json.dumps(report).encode())

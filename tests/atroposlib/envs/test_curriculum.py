@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
-from atroposlib.envs.curriculum import Curriculum, Difficulty, chance, item_key
-from atroposlib.envs.graded import Attempt, GradedEnv
+from atroposlib.envs.graded import Attempt, Curriculum, Difficulty, GradedEnv, chance, item_key
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.wire import ScoredDataGroup
 from tests.atroposlib.envs.scripted_env import ScriptedEnv

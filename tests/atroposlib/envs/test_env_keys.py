@@ -19,8 +19,7 @@ from pydantic import Field, SecretStr
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.runner.command_line import main, merge, parse_flags, read_config
 from atroposlib.errors import UsageError
-from atroposlib.inference.proxy_client import create_proxy_session
-from atroposlib.inference.server_manager import ServerManager, at_url
+from atroposlib.inference.server_manager import ServerManager, at_url, create_proxy_session
 from atroposlib.service_client import RolloutServiceClient
 from atroposlib.web.keys import given_or_variable
 from tests.atroposlib.envs.scripted_env import ScriptedEnv

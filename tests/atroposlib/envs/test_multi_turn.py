@@ -23,7 +23,7 @@ from atroposlib.envs.multi_turn import (
 )
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.responses import HermesFormat, TaggedFormat
-from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, supervisor_process
+from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, local
 from example_trainer.batch.groups import LengthRules, Rules, parse_batch
 from tests.atroposlib.inference.template_shapes import Shape
 
@@ -366,7 +366,7 @@ async def test_a_sandbox_that_breaks_under_a_tool_is_counted_and_never_scored(
             )
             == 1
         )
-        monkeypatch.setattr(supervisor_process, "KEEPER", Path("/there/is/no/keeper.py"))
+        monkeypatch.setattr(local, "KEEPER", Path("/there/is/no/keeper.py"))
         with pytest.raises(EnvironmentFailure, match="the sandbox's keeper did not start: "):
             await environment.collect_trajectories("1+2")
     finally:

@@ -17,8 +17,8 @@ package.__path__ = [str(Path(__file__).resolve().parents[3] / "atroposlib")]
 sys.modules["atroposlib"] = package
 
 from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxUnavailable  # noqa: E402
-from atroposlib.sandbox.inside import filters, kernel  # noqa: E402
-from atroposlib.sandbox.verdict import verdict  # noqa: E402
+from atroposlib.sandbox.contract import verdict  # noqa: E402
+from atroposlib.sandbox.inside import isolation  # noqa: E402
 
 CHOSEN = """memory over many processes|memory in a process whose first thread ended|memory in page tables
 memory in file locks that show no process|memory in shared maps that a child keeps|memory in large sockets
@@ -38,19 +38,19 @@ BY_MEMORY = (
 
 def refuse_calls(names: tuple[str, ...], numbers: tuple[int, ...] = ()) -> None:
     """As container engines do it: namespaces and mounts get EPERM."""
-    column = list(filters.AUDIT_ARCH).index(os.uname().machine)
-    program = filters._step(filters.LOAD, filters.NUMBER_AT)
-    for number in (*(filters.FORBIDDEN[name][column] for name in names), *numbers):
-        program += filters._step(filters.JUMP_EQUAL, number or 0, 0, 1) + filters.refuse(
-            filters.EPERM
+    column = list(isolation.AUDIT_ARCH).index(os.uname().machine)
+    program = isolation._step(isolation.LOAD, isolation.NUMBER_AT)
+    for number in (*(isolation.FORBIDDEN[name][column] for name in names), *numbers):
+        program += isolation._step(isolation.JUMP_EQUAL, number or 0, 0, 1) + isolation.refuse(
+            isolation.EPERM
         )
-    kernel.forbid_new_privileges()
-    kernel.install_filter(program + filters._step(filters.RETURN, filters.ALLOW))
+    isolation.forbid_new_privileges()
+    isolation.install_filter(program + isolation._step(isolation.RETURN, isolation.ALLOW))
 
 
 async def main(way: str) -> dict[str, object]:
     if way != "plain":
-        landlock = (kernel.LANDLOCK_CREATE_RULESET,) if way in ("no landlock", "allowed") else ()
+        landlock = (isolation.LANDLOCK_CREATE_RULESET,) if way in ("no landlock", "allowed") else ()
         refuse_calls(("unshare", "mount", "setns", "pivot_root"), landlock)
     allowed = ("files", "disk") if way == "allowed" else ()
     box = LocalSandbox(Limits(seconds=4, cpu_seconds=1, memory=192 << 20), allowed, at_once=8)

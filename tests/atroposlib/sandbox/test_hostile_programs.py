@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from atroposlib.sandbox import Limits, LocalSandbox, Outcome, Program
-from atroposlib.sandbox.verdict import verdict
+from atroposlib.sandbox.contract import verdict
 
 pytestmark = pytest.mark.nightly
 

@@ -21,11 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.sandbox import Limits, LocalSandbox, Outcome, Program, Raised, Returned
-from atroposlib.sandbox.inside import filters, root_filesystem
-from atroposlib.sandbox.inside.memory import Memory, bytes_of
-from atroposlib.sandbox.local import read_results
-from atroposlib.sandbox.supervisor_process import processes_below
-from atroposlib.sandbox.verdict import same_value, verdict
+from atroposlib.sandbox.contract import same_value, verdict
+from atroposlib.sandbox.inside import isolation
+from atroposlib.sandbox.inside.supervisor import Memory, bytes_of
+from atroposlib.sandbox.local import processes_below, read_results
 from example_trainer.child_processes.guard import parents
 from tests.conftest import ROOT
 
@@ -358,7 +357,7 @@ def test_numbers_of_calls_are_those_of_the_kernels_headers(column: int) -> None:
     ours = {
         name: row[column]
         for name, row in (
-            filters.FORBIDDEN | filters.WITHOUT_NAMESPACES | filters.BY_ARGUMENT
+            isolation.FORBIDDEN | isolation.WITHOUT_NAMESPACES | isolation.BY_ARGUMENT
         ).items()
     }
     newest = max(theirs.values())
@@ -368,7 +367,7 @@ def test_numbers_of_calls_are_those_of_the_kernels_headers(column: int) -> None:
 
 
 def test_paths_within_others_are_left_out() -> None:
-    assert root_filesystem.outermost(["/a/b", "/a", "/ab", "/a/b/c"]) == ["/a", "/ab"]
+    assert isolation.outermost(["/a/b", "/a", "/ab", "/a/b/c"]) == ["/a", "/ab"]
 
 
 @given(st.binary(max_size=300) | st.lists(st.sampled_from(PIECES)).map(b"".join))

@@ -13,7 +13,7 @@ import pytest
 
 from atroposlib.sandbox import Limits, LocalSandbox, Outcome, Program, Returned
 from atroposlib.sandbox import local as local_sandbox
-from atroposlib.sandbox.supervisor_process import processes_below
+from atroposlib.sandbox.local import processes_below
 from example_trainer.child_processes.guard import parents
 
 pytestmark = pytest.mark.nightly
@@ -105,7 +105,7 @@ def test_a_stopped_program_ends_at_its_deadline_and_others_run_beside_it() -> No
 
 
 def test_a_sandbox_whose_keeper_has_stopped_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atroposlib.sandbox.supervisor_process.END_SECONDS", 1.0)
+    monkeypatch.setattr("atroposlib.sandbox.local.END_SECONDS", 1.0)
 
     async def work() -> None:
         box, family = await idle_sandbox()

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atroposlib.errors import UsageError
-from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
+from atroposlib.utils.jsonl import BadRow, rows_of_file, usable_rows
 
 texts = st.text(
     st.characters(exclude_categories=["Cs"])

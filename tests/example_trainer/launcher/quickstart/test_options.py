@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from environments.arithmetic_server import MAX_HELD_OUT, OPERAND_DIGITS
-from environments.calculator_problems import LEVELS as CALCULATOR_LEVELS
+from environments.calculator_server import LEVELS as CALCULATOR_LEVELS
 from example_trainer.launcher.command_line import ROOT, LauncherError
 from example_trainer.launcher.quickstart import options
 from example_trainer.launcher.quickstart.options import choose_bridge, parse
