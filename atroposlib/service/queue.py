@@ -46,7 +46,6 @@ from atroposlib.service.records import (
     OtherModelError,
     QueueFullError,
     Receipt,
-    Registration,
     RegistryFullError,
     SupersededError,
     UnknownBatchError,
@@ -64,7 +63,8 @@ from atroposlib.service.run_state import (
     WeightEpochs,
     why_starved,
 )
-from atroposlib.service.scheduling import Replay, choose_multiple
+from atroposlib.service.scheduling import choose_multiple, in_order_of_use
+from atroposlib.service.schemas import Registration, ReplayOptions
 from atroposlib.service.store import Changes, Snapshot
 from atroposlib.wire import TrainerSession, oldest
 
@@ -167,7 +167,7 @@ class RolloutQueue:
             changes.state = {
                 **{name: getattr(self, name) for name in STORED},
                 **self.epochs.stored(),
-                "registration": asdict(self.registration) if self.registration else None,
+                "registration": self.registration and self.registration.model_dump(),
                 "failures": self.failures.stored(),
                 "clock": self.registry.clock,
                 "name_counts": dict(self.registry.name_counts),
@@ -1042,7 +1042,7 @@ class RolloutQueue:
             lines = {
                 line: {
                     group.seq: group
-                    for group in replay.ordered(groups.values(), self.next_batch_id)
+                    for group in in_order_of_use(replay, groups.values(), self.next_batch_id)
                 }
                 for line, groups in lines.items()
             }
@@ -1196,10 +1196,9 @@ class RolloutQueue:
         self._move(again, lambda group: QUEUED)
 
     @property
-    def replay(self) -> Replay:
+    def replay(self) -> ReplayOptions:
         """Order and number of uses of each group."""
-        options = self.registration.replay if self.registration else None
-        return Replay(**(options or {}))
+        return (self.registration and self.registration.replay) or ReplayOptions()
 
     # ---- batches that end their trainers: see `BatchFailures` ----
 

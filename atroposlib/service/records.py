@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
@@ -21,7 +21,7 @@ MAX_POSITIONS = 4096
 MAX_SERVERS = 4096
 """Servers in each list of a fleet, since one answer carries the whole list."""
 Policy = Literal["fifo", "recent", "uniform"]
-"""Order in which the groups of a line are used; see `scheduling.Replay`."""
+"""Order in which the groups of a line are used; see `scheduling.in_order_of_use`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,60 +108,6 @@ class Receipt:
     """Sequences that wait in the environment's buffer; None unless buffered."""
     reason: str | None = None
     """Why the group was dropped."""
-
-
-@dataclass(slots=True)
-class Registration:
-    """The trainer's own description, from its registration."""
-
-    uuid: int
-    wandb_group: str
-    wandb_project: str
-    batch_size: int
-    max_token_len: int
-    checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
-    _: KW_ONLY
-    max_staleness: int | None = None
-    ack_batches: bool = False
-    model: str | None = None
-    weight_epoch: int = 0
-    """Names this trainer process; 0 if it names none. See `run_state.WeightEpochs`."""
-    run: str | None = None
-    """Names the run, over all its resumes; None if the trainer names none."""
-    positions: dict[str, int] | None = None
-    """The first item after the last batch that its weights have learned from, by stream; None if
-    the trainer states none."""
-    ref_logprobs_from_workers: bool = False
-    """Groups without ref_logprobs wait for a reference worker before they are handed out."""
-    reference: dict[str, Any] | None = None
-    """Instructions for the workers, which get them unchanged. A worker's model must equal its
-    `model`."""
-    replay: dict[str, Any] | None = None
-    """The fields of a `Replay`; None for its defaults."""
-    log_dir: str | None = None
-    """Folder of the trainer's figures, on its machine; None if the trainer states none."""
-    inference_servers: list[str] | None = None
-    """Addresses of the servers that it was started with; None if the trainer states none."""
-
-    @property
-    def reference_model(self) -> str | None:
-        """The model whose logprobs the reference workers compute."""
-        model = (self.reference or {}).get("model")
-        return model if isinstance(model, str) else self.model
-
-    def is_another_run(self, other: Registration) -> bool:
-        """Return True if the two are of different runs.
-
-        If one of them names no run, these are different models, or one model in different folders.
-        """
-        if self.run is not None and other.run is not None:
-            return self.run != other.run
-        if self.model is None or other.model is None:
-            return False
-        return (self.model, self.checkpoint_dir) != (other.model, other.checkpoint_dir)
 
 
 @dataclass(slots=True)

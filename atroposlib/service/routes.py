@@ -33,7 +33,6 @@ from atroposlib.service.records import (
     NotRegisteredError,
     QueueError,
     Receipt,
-    Registration,
     UnknownEnvironmentError,
 )
 from atroposlib.service.run_state import FIRST_EPOCHS
@@ -52,6 +51,7 @@ from atroposlib.service.schemas import (
     ReferencesDone,
     RegisterEnv,
     RegisterTrainer,
+    Registration,
     ServerAddress,
     invalid,
     read,

@@ -22,11 +22,11 @@ from atroposlib.service.records import (
     Lease,
     Limits,
     Receipt,
-    Registration,
     UnknownEnvironmentError,
     ValidatedGroup,
 )
 from atroposlib.service.scheduling import MIN_WEIGHT
+from atroposlib.service.schemas import Registration
 from atroposlib.wire import TrainerSession, begin_session, effective_version
 
 MAX_NAMES = 1024

@@ -16,7 +16,7 @@ comes first: the answer is the lexicographically smallest set of positions that 
 group that can be part of any exact choice is always part of the one returned. That is what "oldest
 first" and "no group is starved" rest on.
 
-**Replay** (`Replay`): a group that a trainer has learned from goes back to its line until it was
+**Replay** (`in_order_of_use`): a group that a trainer has learned from goes back to its line until it was
 used `max_reuse` times or is too old. While it is out in a batch it is in no line, so no batch holds
 it twice, and no two batches hold it at a time. All of it follows from what is stored, so that a
 restart changes nothing.
@@ -29,10 +29,10 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
-from atroposlib.service.records import Environment, Group, Policy
+from atroposlib.service.records import Environment, Group
+from atroposlib.service.schemas import ReplayOptions
 
 MIN_WEIGHT = 0.01
 """An environment of weight 0 still gets a turn now and then, as the wire's env_weight says."""
@@ -261,40 +261,26 @@ def choose_multiple(sizes: Sequence[int], unit: int, limit: int) -> list[int] | 
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Order and number of uses of the waiting groups, as the trainer sets them."""
+def in_order_of_use(replay: ReplayOptions, line: Iterable[Group], batch_id: int) -> list[Group]:
+    """Return the groups of a line, those that are to be used first in front.
 
-    policy: Policy = "fifo"
-    max_reuse: int = 1
-    """Batches that a group may be learned from in."""
-    seed: int = 0
-    """Seed of the policy uniform."""
+    fifo: those that were used least often, of these the oldest. recent: those of the newest
+    weights, of these the ones that were used least often, and of those the ones that came last.
+    uniform: every order is as likely as any other; it follows from the seed, the batch and the
+    groups' numbers.
 
-    @property
-    def is_plain(self) -> bool:
-        """Each group once, oldest first: lines are in this order already."""
-        return self.policy == "fifo" and self.max_reuse == 1
-
-    def ordered(self, line: Iterable[Group], batch_id: int) -> list[Group]:
-        """The groups of a line, those that are to be used first in front.
-
-        fifo: those that were used least often, of these the oldest. recent: those of the newest
-        weights, of these the ones that were used least often, and of those the ones that came last.
-        uniform: every order is as likely as any other; it follows from the seed, the batch and the
-        groups' numbers.
-
-        Args:
-            line: groups that wait.
-            batch_id: of the batch that they are chosen for.
-        """
-        if self.policy == "recent":
-            return sorted(line, key=lambda group: (-group.version, group.uses, -group.seq))
-        if self.policy == "uniform":
-            return sorted(
-                line, key=lambda group: (_number(self.seed, batch_id, group.seq), group.seq)
-            )
-        return sorted(line, key=lambda group: (group.uses, group.seq))
+    Args:
+        replay: the trainer's options.
+        line: groups that wait.
+        batch_id: of the batch that they are chosen for.
+    """
+    if replay.policy == "recent":
+        return sorted(line, key=lambda group: (-group.version, group.uses, -group.seq))
+    if replay.policy == "uniform":
+        return sorted(
+            line, key=lambda group: (_number(replay.seed, batch_id, group.seq), group.seq)
+        )
+    return sorted(line, key=lambda group: (group.uses, group.seq))
 
 
 def _number(seed: int, batch_id: int, seq: int) -> bytes:

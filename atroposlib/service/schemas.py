@@ -148,6 +148,11 @@ class ReplayOptions(Request):
     seed: Version = 0
     """Seed of the policy uniform."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Each group once, oldest first: lines are in this order already."""
+        return self.policy == "fifo" and self.max_reuse == 1
+
 
 class RegisterTrainer(Request):
     """POST /register."""
@@ -218,6 +223,29 @@ class RegisterTrainer(Request):
                 "ref_logprobs_from_workers needs model, which tells reference workers whose logprobs are meant"
             )
         return self
+
+
+class Registration(RegisterTrainer):
+    """A registered trainer. `weight_epoch` is the one that the service counts."""
+
+    uuid: int
+
+    @property
+    def reference_model(self) -> str | None:
+        """The model whose logprobs the reference workers compute."""
+        model = (self.reference or {}).get("model")
+        return model if isinstance(model, str) else self.model
+
+    def is_another_run(self, other: Registration) -> bool:
+        """Return True if the two are of different runs.
+
+        If one of them names no run, these are different models, or one model in different folders.
+        """
+        if self.run is not None and other.run is not None:
+            return self.run != other.run
+        if self.model is None or other.model is None:
+            return False
+        return (self.model, self.checkpoint_dir) != (other.model, other.checkpoint_dir)
 
 
 class EpochRequest(Request):

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -353,7 +353,7 @@ class RolloutService:
             "batches_skipped": queue.batches_skipped,
             "batches_set_aside": queue.failures.total,
             "replay": {
-                **asdict(queue.replay),
+                **queue.replay.model_dump(),
                 "uses": queue.uses,
                 "groups_used": queue.groups_used,
                 "waiting_to_be_used_again": queue.lines.used_groups,

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from atroposlib.dashboard.run_folders.folder import read_model
 from atroposlib.service import metrics
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Registration
+from atroposlib.service.schemas import Registration
 from atroposlib.utils.processes import Identity, boot_id
 from atroposlib.web.keys import LOOPBACK
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from atroposlib.envs.runner.exact_resume import ResumeWindow
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import QueueError, Registration, ValidatedGroup
+from atroposlib.service.records import QueueError, ValidatedGroup
 from atroposlib.service.sqlite_store import SqliteStore
+from tests.atroposlib.service.trainers import registered
 
 STREAM, GROUP, GROUPS = "task seed 1", 2, 3
 """The stream's name, the sequences of a group, and the groups of a batch."""
@@ -122,7 +123,7 @@ class World:
             "weight_epoch": self.epoch,
             "positions": self.positions,
         }
-        trainer = Registration(self.uuid, "g", "p", size, 9, "c", 1, *steps, **exact)
+        trainer = registered(self.uuid, "g", "p", size, 9, "c", 1, *steps, **exact)
         self.queue.register(trainer)
         self.commit()
 

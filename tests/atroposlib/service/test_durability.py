@@ -19,11 +19,12 @@ import pytest
 from atroposlib.service import routes
 from atroposlib.service.app import make_app
 from atroposlib.service.group_reader import read_groups
-from atroposlib.service.records import Registration, ValidatedGroup
+from atroposlib.service.records import ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import Changes, Snapshot, StoreError
 from atroposlib.web.middleware import RequestLimits
+from tests.atroposlib.service.trainers import registered
 
 from .conftest import group, marks, trainer
 
@@ -331,7 +332,7 @@ def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
         service = RolloutService(store)
         await service.run(
             lambda queue: queue.register(
-                Registration(1, "g", "p", 4, 9, "c", 1, 0, 9, ack_batches=True)
+                registered(1, "g", "p", 4, 9, "c", 1, 0, 9, ack_batches=True)
             )
         )
         tasks: list[asyncio.Task[None]] = []

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from atroposlib.envs.runner.items import QueueState, WorkerLimits, allowed_workers
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Lease, Registration, ValidatedGroup
+from atroposlib.service.records import Lease, ValidatedGroup
+from tests.atroposlib.service.trainers import registered
 
 BATCH, GROUP = 8, 4
 
@@ -29,7 +30,7 @@ def register(queue: RolloutQueue, step: int, staleness: int | None, uuid: int = 
         "model": "m",
         "weight_epoch": 10 * uuid,
     }
-    queue.register(Registration(uuid, "g", "p", BATCH, 9, "c", 0, step, 99, **fields))
+    queue.register(registered(uuid, "g", "p", BATCH, 9, "c", 0, step, 99, **fields))
     queue.started = True
     environment = queue.register_env("task", 1.0, GROUP, 9, None, 0.0)
     assert environment is not None

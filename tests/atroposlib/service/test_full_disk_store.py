@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from atroposlib import service_client
 from atroposlib.service.app import make_app
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Registration, ValidatedGroup
+from atroposlib.service.records import ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import PAGE_SIZE, Reserve, SqliteStore
 from atroposlib.service.store import (
@@ -36,6 +36,7 @@ from atroposlib.service.store import (
 )
 from atroposlib.service_client import RolloutServiceClient
 from tests.atroposlib.service.conftest import Service, group, marks, trainer
+from tests.atroposlib.service.trainers import registered
 from tests.full_disks import FullDisk, fill, small_disk
 
 pytestmark = pytest.mark.nightly
@@ -214,7 +215,7 @@ def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(
             delivered.extend(int(body.split(b":", 1)[0]) for body in bodies)
 
     queue.register(
-        Registration(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=None, ack_batches=True)
+        registered(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=None, ack_batches=True)
     )
     assert commit()
     number = 0
@@ -262,7 +263,7 @@ def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(
 def test_posts_in_one_commit_with_a_batch_never_use_the_reserve(tmp_path: Path) -> None:
     store = opened(tmp_path / "a.db")
     queue = RolloutQueue()
-    queue.register(Registration(1, "g", "p", 4, 128, "c", 5, 0, 100))
+    queue.register(registered(1, "g", "p", 4, 128, "c", 5, 0, 100))
     store.commit([queue.take_changes()])
     store._reserve.hold(store, 0)  # type: ignore[attr-defined]
     queue.add(ValidatedGroup(b"x" * 20 * PAGE_SIZE, 4, 10), 0.0)

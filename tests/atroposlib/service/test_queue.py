@@ -16,16 +16,17 @@ from atroposlib.service.records import (
     Limits,
     NotRegisteredError,
     QueueFullError,
-    Registration,
     SupersededError,
     UnknownBatchError,
     UnknownEnvironmentError,
     ValidatedGroup,
 )
+from atroposlib.service.schemas import Registration
+from tests.atroposlib.service.trainers import registered
 
 
 def registration(batch_size: int = 8, uuid: int = 1, **fields: Any) -> Registration:
-    return Registration(
+    return registered(
         uuid, "g", "p", batch_size, 128, "c", 5, fields.pop("starting_step", 0), 100, **fields
     )
 

@@ -10,7 +10,8 @@ from typing import Any
 from atroposlib.service.group_reader import NO_REFERENCE, read_groups, with_reference
 from atroposlib.service.pending_groups import IDLE_SECONDS
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Registration, ValidatedGroup
+from atroposlib.service.records import ValidatedGroup
+from tests.atroposlib.service.trainers import registered
 
 from .conftest import Service, group, marks, trainer
 
@@ -161,7 +162,7 @@ def test_nothing_is_lost_when_workers_and_service_are_killed(tmp_path: Path) -> 
 def test_a_trainer_that_waits_in_vain_is_told_that_there_is_no_worker() -> None:
     queue = RolloutQueue()
     queue.register(
-        Registration(1, "g", "p", 4, 128, "c", 5, 0, 100, model="m", ref_logprobs_from_workers=True)
+        registered(1, "g", "p", 4, 128, "c", 5, 0, 100, model="m", ref_logprobs_from_workers=True)
     )
     queue.add(ValidatedGroup(b"{" + NO_REFERENCE, 4, 10, tokens=40, referenced=False), 0.0)
     said = []

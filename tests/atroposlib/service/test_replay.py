@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Group, Limits, QueueFullError, Registration, ValidatedGroup
-from atroposlib.service.scheduling import Replay
+from atroposlib.service.records import Group, Limits, QueueFullError, ValidatedGroup
+from atroposlib.service.scheduling import in_order_of_use
+from atroposlib.service.schemas import ReplayOptions
+from tests.atroposlib.service.trainers import registered
 
 from .conftest import Service, group, marks, trainer
 
@@ -21,7 +23,7 @@ from .conftest import Service, group, marks, trainer
 def started(replay: dict[str, Any], staleness: int, limits: Limits | None = None) -> RolloutQueue:
     queue = RolloutQueue(limits)
     queue.register(
-        Registration(
+        registered(
             1,
             "g",
             "p",
@@ -109,19 +111,24 @@ def test_recent_is_the_newest_weights_first_and_drops_by_age() -> None:
 
 def test_uniform_follows_from_seed_batch_and_numbers_and_is_fair() -> None:
     line = [waiting(seq) for seq in range(6)]
-    replay = Replay("uniform", 4, 7)
+    replay = ReplayOptions(policy="uniform", max_reuse=4, seed=7)
     first: Counter[int] = Counter()
     for batch in range(3000):
-        order = [entry.seq for entry in replay.ordered(line, batch)]
+        order = [entry.seq for entry in in_order_of_use(replay, line, batch)]
         assert sorted(order) == list(range(6)), "each once"
         assert order == [
-            entry.seq for entry in Replay("uniform", 9, 7).ordered(reversed(line), batch)
+            entry.seq
+            for entry in in_order_of_use(
+                ReplayOptions(policy="uniform", max_reuse=9, seed=7), reversed(line), batch
+            )
         ]
-        without = [entry.seq for entry in replay.ordered(line[1:], batch)]
+        without = [entry.seq for entry in in_order_of_use(replay, line[1:], batch)]
         assert without == [seq for seq in order if seq], "what else waits changes nothing"
         first.update(order[:2])
     assert all(abs(count - 1000) < 5 * (3000 * 2 / 9) ** 0.5 for count in first.values()), first
-    assert replay.ordered(line, 1) != Replay("uniform", 4, 8).ordered(line, 1)
+    assert in_order_of_use(replay, line, 1) != in_order_of_use(
+        ReplayOptions(policy="uniform", max_reuse=4, seed=8), line, 1
+    )
 
 
 @settings(deadline=None)
@@ -186,7 +193,7 @@ def test_a_trainer_that_reuses_less_gets_nothing_again() -> None:
     assert learn(queue) == [0, 1]
     assert queue.next_batch(0.0) is not None
     queue.register(
-        Registration(2, "g", "p", 4, 128, "c", 5, 1, 100, max_staleness=9, ack_batches=True)
+        registered(2, "g", "p", 4, 128, "c", 5, 1, 100, max_staleness=9, ack_batches=True)
     )
     assert queue.next_batch(0.0) is None
     assert queue.drops == {("used_up", 16): 2}

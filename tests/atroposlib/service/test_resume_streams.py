@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from atroposlib.envs.runner.exact_resume import ResumeWindow
 from atroposlib.service.group_reader import read_groups
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Group, Registration, ValidatedGroup
+from atroposlib.service.records import Group, ValidatedGroup
 from atroposlib.service.run_state import Streams
 from tests.atroposlib.service.exact_world import STREAM, World
+from tests.atroposlib.service.trainers import registered
 
 STEPS = 5
 
@@ -101,7 +102,7 @@ def test_what_is_lost_before_it_was_in_a_batch_is_done_again() -> None:
 def test_what_cannot_be_resumed_exactly_is_told_to_the_environment() -> None:
     def began(**fields: Any) -> tuple[RolloutQueue, int]:
         queue = RolloutQueue()
-        queue.register(Registration(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=0, **fields))
+        queue.register(registered(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=0, **fields))
         queue.next_batch(0.0)
         return queue, come(queue, STREAM, 0.0)
 

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from atroposlib.service import metrics
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Environment, Limits, Registration
+from atroposlib.service.records import Environment, Limits
 from atroposlib.service.run_state import MAX_REASON
+from atroposlib.service.schemas import Registration
 from atroposlib.service.store import Snapshot
 
 from .test_queue import draft, registration

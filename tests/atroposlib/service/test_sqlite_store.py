@@ -15,11 +15,13 @@ import orjson
 import pytest
 
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Group, Limits, Registration, ValidatedGroup
+from atroposlib.service.records import Group, Limits, ValidatedGroup
 from atroposlib.service.run_state import MAX_BYTES, MAX_KEPT, Evaluations
+from atroposlib.service.schemas import Registration
 from atroposlib.service.sqlite_store import FORMAT, MAX_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
 from atroposlib.service.store import Changes, DamagedError, StoreError
 from tests.atroposlib.service.conftest import ROOT
+from tests.atroposlib.service.trainers import registered
 
 WEIGHTS = ((0, 0),)
 SQLITE_FUNCTION = 31
@@ -33,7 +35,7 @@ def draft(
 
 
 def registration(batch_size: int = 8) -> Registration:
-    return Registration(1, "g", "p", batch_size, 128, "c", 5, 0, 100, max_staleness=None)
+    return registered(1, "g", "p", batch_size, 128, "c", 5, 0, 100, max_staleness=None)
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from atroposlib.service.group_reader import NO_REFERENCE, with_reference
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import COMPUTED, Limits, Registration, ValidatedGroup
+from atroposlib.service.records import COMPUTED, Limits, ValidatedGroup
 from atroposlib.service.run_state import MAX_KEPT
+from atroposlib.service.schemas import Registration
 from atroposlib.service.sqlite_store import SqliteStore
 
 GROUP_SIZE = 4

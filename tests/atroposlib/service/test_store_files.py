@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Registration, ValidatedGroup
+from atroposlib.service.records import ValidatedGroup
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import StoreError
+from tests.atroposlib.service.trainers import registered
 
 
 @pytest.mark.parametrize("suffix", ["", "-wal"])
@@ -20,7 +21,7 @@ def test_nothing_is_accepted_into_a_file_that_lost_its_name(
 ) -> None:
     path = tmp_path / "rollouts.db"
     store, queue = SqliteStore(path), RolloutQueue()
-    queue.register(Registration(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=None))
+    queue.register(registered(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=None))
     queue.add(ValidatedGroup(b"{}", 4, 10, None, (), None), 0.0)
     store.commit([queue.take_changes()])
     file, moved = Path(f"{path}{suffix}"), path.with_name("moved")

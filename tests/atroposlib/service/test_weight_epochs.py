@@ -17,8 +17,9 @@ from starlette.testclient import TestClient
 
 from atroposlib.service.app import make_app
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Registration, ValidatedGroup
+from atroposlib.service.records import ValidatedGroup
 from atroposlib.service.run_state import MAX_EPOCHS, WeightEpochs
+from atroposlib.service.schemas import Registration
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import MemoryStore

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.live.monitor import LiveSource, ObservedFolder, Place
-from atroposlib.service.records import Limits, Registration, ValidatedGroup
+from atroposlib.service.records import Limits, ValidatedGroup
+from atroposlib.service.schemas import Registration
 from atroposlib.service.service import RolloutService
 from atroposlib.service.store import MemoryStore
+from tests.atroposlib.service.trainers import registered
 
-TRAINER = Registration(1, "g", "p", 2, 128, "c", 5, 0, 100, model="m")
+TRAINER = registered(1, "g", "p", 2, 128, "c", 5, 0, 100, model="m")
 
 
 @pytest.mark.parametrize(("uuid", "missed"), [(1, True), (2, False)])
@@ -29,7 +30,7 @@ def test_a_trainer_that_died_while_the_service_was_away_is_missed(
         before = source(tmp_path, TRAINER)
         before.service.note_trainer_call(publishes=True)
         await before.round()
-        after = source(tmp_path, replace(TRAINER, uuid=uuid))
+        after = source(tmp_path, TRAINER.model_copy(update={"uuid": uuid}))
         queue, now = after.service.queue, after.service.clock()
         queue.add(ValidatedGroup(b"{}", 2, 3, weights=((None, 0),)), now)
         lease = queue.next_batch(now, None, None)

@@ -13,14 +13,16 @@ from atroposlib.dashboard.events import (
 from atroposlib.dashboard.live.servers import Server
 from atroposlib.dashboard.live.stack import TrainerContact, stack_of, without_clocks
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Limits, Registration, ValidatedGroup
+from atroposlib.service.records import Limits, ValidatedGroup
+from atroposlib.service.schemas import Registration
+from tests.atroposlib.service.trainers import registered
 
 URL = "http://localhost:9001"
 GOOD = {"instance": "one", "weight_version": 1, "weight_epoch": 5, "serving": True, "in_flight": 3}
 
 
 def registration(uuid: int = 1, start: int = 0) -> Registration:
-    return Registration(uuid, "g", "p", 8, 128, "c", 5, start, 100, model="m", max_staleness=1)
+    return registered(uuid, "g", "p", 8, 128, "c", 5, start, 100, model="m", max_staleness=1)
 
 
 def look(queue: RolloutQueue, *servers: Server, now: float = 0.0, **contact: Any) -> dict[str, Any]:
