@@ -56,26 +56,37 @@ def weight_update(trainer: Trainer, started: list[LightServer]) -> Trip:
     return trip
 
 
-def dying_server(trainer: Trainer, started: list[LightServer]) -> Trip:
-    """Trace the trainer's side of an update in which a server is killed, until it serves again."""
-    trip, lost = Trip(), started[1]
+def dying_server(trainer: Trainer, started: list[LightServer]) -> tuple[Trip, Trip]:
+    """Trace an update in which a server is killed, until the server serves again.
+
+    Returns:
+        the trainer's side: how it notices, goes on with the other server, and brings this one back;
+        and both sides, with what the servers do from the fault on, but for the start of the one
+        that comes back.
+    """
+    trainers_side, both, lost = Trip(), Trip(), started[1]
     lost.fault("receive", "kill")
-    with trip.traced():
+    for server in started:
+        files_of(server)
+    with trainers_side.traced():
         trainer.step()
         lost.start()
+        files_of(lost)  # its start is no part of the trip
         bring_back(trainer, lost)
-    assert started[0].serves(trainer.version)
-    return trip
+    both.files |= trainers_side.files
+    for server in started:
+        both.files |= files_of(server)
+        assert server.serves(trainer.version), server.state()
+    return trainers_side, both
 
 
 def weight_trips(folder: Path) -> dict[str, Trip]:
-    """Trace both trips."""
+    """Trace the trips of weights."""
     ports = PortReservations()
     with servers(folder / "fleet", ports) as started:
         places = [server.place for server in started]
         options = {"bucket": BUCKET_BYTES}
         with training(places, "overlapped", ports.pick(), **options) as trainer:
-            return {
-                "weight_update": weight_update(trainer, started),
-                "dying_server": dying_server(trainer, started),
-            }
+            update = weight_update(trainer, started)
+            trainers_side, both = dying_server(trainer, started)
+    return {"weight_update": update, "dying_server": trainers_side, "dying_server_both": both}

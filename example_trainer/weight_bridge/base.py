@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -54,16 +53,6 @@ class SyncReport:
     first_byte_to_verified: float = 0.0
     server_seconds: dict[str, float] = field(default_factory=dict)
     fleet: dict[str, int] = field(default_factory=dict)
-
-
-@contextmanager
-def timed(table: dict[str, float], phase: str) -> Iterator[None]:
-    """Add to `table[phase]` the seconds that the with block took, whether it succeeded or not."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        table[phase] = table.get(phase, 0.0) + time.perf_counter() - started
 
 
 class WeightBridge(ABC):

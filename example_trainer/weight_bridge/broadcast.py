@@ -19,7 +19,7 @@ import torch
 
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights, timed
+from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.fleet import Fleet, not_good, table
 from example_trainer.weight_bridge.fleet_updates import (
     Board,
@@ -39,6 +39,7 @@ from example_trainer.weight_bridge.server import (
     require_layout,
     served_dtype,
     shapes_of,
+    timed,
 )
 from example_trainer.weight_bridge.stream import (
     ROUTE_KEYS,

@@ -20,7 +20,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.prerequisites import require_vllm
 from example_trainer.process import StopSignal
-from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights, timed
+from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.owned_server import (
     OWN_COMMAND,
     STOP_SECONDS,
@@ -28,6 +28,7 @@ from example_trainer.weight_bridge.owned_server import (
     Served,
     ServerDied,
 )
+from example_trainer.weight_bridge.server import timed
 from example_trainer.weight_bridge.server_gpus import (
     ServerFlags,
     ServerGpus,

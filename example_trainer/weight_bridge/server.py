@@ -8,7 +8,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -348,6 +349,16 @@ def configured_server(
         sleep = stop.wait
     key = revealed(config.vllm_api_key)
     return kind(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
+
+
+@contextmanager
+def timed(table: dict[str, float], phase: str) -> Iterator[None]:
+    """Add to `table[phase]` the seconds that the with block took, whether it succeeded or not."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        table[phase] = table.get(phase, 0.0) + time.perf_counter() - started
 
 
 def require_in_time(lease: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from example_trainer.errors import BridgeError, TrainerError
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import LeaseLost, SyncReport, WeightBridge, Weights, timed
+from example_trainer.weight_bridge.base import LeaseLost, SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.server import (
     BridgeServer,
     Shapes,
@@ -31,6 +31,7 @@ from example_trainer.weight_bridge.server import (
     require_layout,
     served_dtype,
     shapes_of,
+    timed,
 )
 from example_trainer.weight_bridge.turns import Turns, require_turns
 from vllm_patching.protocol.checksum import WeightSums

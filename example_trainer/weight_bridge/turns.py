@@ -16,8 +16,7 @@ import torch
 from example_trainer.errors import BridgeError, TrainerError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.vllm_client import ServerRefused
-from example_trainer.weight_bridge.base import timed
-from example_trainer.weight_bridge.server import BridgeServer
+from example_trainer.weight_bridge.server import BridgeServer, timed
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ from vllm_patching.protocol.messages import (
     compare,
     rank_name,
 )
-from vllm_patching.protocol.timeline import Timeline
 from vllm_patching.server import config_file as bridge_config
 from vllm_patching.server.engine_calls import (
     EngineState,
@@ -46,7 +45,7 @@ from vllm_patching.server.state import (
     Weights,
 )
 from vllm_patching.server.timeline import ServerTimeline
-from vllm_patching.server.turns import Turns
+from vllm_patching.server.turns import NO_TURNS, Turns
 
 logger = logging.getLogger("vllm.lockstep.bridge")
 
@@ -369,7 +368,7 @@ class BridgeWatchdog:
 
     async def _look(self) -> None:
         try:
-            if not self._state.in_update:
+            if self._turns.bytes and not self._state.in_update:
                 await self._turns.look()
             if self._state.in_update:
                 if self._clock.is_late:
@@ -445,9 +444,17 @@ class BridgeWatchdog:
         )
 
 
-class Bridge:
-    """Opens the weights of an engine, and says where the bridge is; `BridgeController` changes
-    that.
+LATE = 410
+"""HTTP status for a trainer that comes too late, which may do the update anew."""
+_EVENT_MARGIN_SECONDS = 2.0
+"""How much earlier than everything else a worker's wait for a trainer's writes ends, so that its
+answer is in time."""
+
+
+class BridgeController:
+    """Carries the state machine of one server's weights out against a running engine.
+
+    Each arrow of the state machine has a method with a deadline and an answer for failure.
     """
 
     settles: type[Settlement] = Settlement
@@ -484,8 +491,9 @@ class Bridge:
         self._silence = Silence()
         self._ranks = RankCalls(engine, timeout, self._silence)
         self._switch = EngineSwitch(engine, timeout, keep_cache, self._silence)
-        self.timeline = timeline or ServerTimeline(Timeline(None, "generator", ""))
-        self._switch.told = self.timeline.engine
+        self._timeline: ServerTimeline | None = None
+        if timeline is not None and timeline.on:
+            self._timeline, self._switch.told = timeline, timeline.engine
         self._leases = Leases()
         self._model, self._dtype = model, dtype
         self._config = bridge_config.ConfigFile(config_dir, port)
@@ -587,7 +595,7 @@ class Bridge:
         lease, trouble = self._leases.out, self.trouble()
         return {
             **self.state.to_json(),
-            **self.turns.to_json(),
+            **(self.turns.to_json() if self.turns.bytes else NO_TURNS),
             "healthy": not trouble,
             "trouble": trouble,
             "instance": self.instance,
@@ -634,19 +642,6 @@ class Bridge:
         facts = {key: value for key, value in self.info().items() if key != "ranks"}
         facts |= {"epoch": self.state.epoch, "trainer": self.state.trainer}
         self._config.publish(facts, self._manifests, self._handles)
-
-
-LATE = 410
-"""HTTP status for a trainer that comes too late, which may do the update anew."""
-_EVENT_MARGIN_SECONDS = 2.0
-"""How much earlier than everything else a worker's wait for a trainer's writes ends, so that its
-answer is in time."""
-
-
-class BridgeController(Bridge):
-    """One method for each arrow of the state machine, each with a deadline and an answer for
-    failure.
-    """
 
     async def init(
         self,
@@ -971,7 +966,8 @@ class BridgeController(Bridge):
         self.state.serve(list(checksums))
         self._clock.resumed(begun, in_flight)
         self.state.last_update = self._clock.seconds
-        self.timeline.updated(self._clock.began, version)
+        if self._timeline is not None:
+            self._timeline.updated(self._clock.began, version)
         self.state.last_bytes = self._rank_bytes if self.state.mode == "broadcast" else 0
         logger.info(
             "[Bridge] Serving weight version %d (epoch %d, %s)",

@@ -50,6 +50,10 @@ class Turn(StrEnum):
     TRAINING = "training"
 
 
+NO_TURNS = {"turn": str(Turn.SAMPLING), "turn_seconds": 0.0, "turn_reason": ""}
+"""In the state of a server without --colocate."""
+
+
 class Turns:
     """Whose turn it is. Call from within the engine's event loop."""
 
