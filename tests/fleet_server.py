@@ -331,6 +331,7 @@ def _be_parameter_server(told: dict[str, Any]) -> None:
     if dies == "push begins":
         HeldWeights.lockstep_receive = die  # type: ignore[method-assign]
     elif dies == "push ends":
+        die.__name__ = HeldWeights.held_accept.__name__  # by which the shards are asked
         HeldWeights.held_accept = die  # type: ignore[method-assign]
     elif dies == "pull":
         WeightStream.send = die  # type: ignore[method-assign,assignment]

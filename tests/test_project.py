@@ -83,8 +83,8 @@ MAX_FUNCTION_LINES = 60
 MAX_COMPLEXITY = 12
 LONG_FUNCTIONS = {
     "atroposlib": 0,
-    "example_trainer": 3,
-    "vllm_patching": 4,
+    "example_trainer": 2,
+    "vllm_patching": 0,
     "tests": 38,
 }
 COMPLEX_FUNCTIONS = {

@@ -55,7 +55,10 @@ class RolloutWorker:
         )  # fmt: skip
         report: dict[str, Any] = {"seconds": round(time.monotonic() - started, 1)}
         if self.mode == "ours":
-            report["self_test"] = self.llm.collective_rpc("lockstep_deterministic_check")[0]
+            from vllm_patching.protocol.messages import DeterministicWorker
+
+            check = DeterministicWorker.lockstep_deterministic_check
+            report["self_test"] = self.llm.collective_rpc(check.__name__)[0]
         return report
 
     def generate(

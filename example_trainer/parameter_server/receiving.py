@@ -26,6 +26,7 @@ from vllm_patching.protocol.messages import CAN_VERIFY_AND_RESUME, BridgeRefusal
 from vllm_patching.protocol.timeline import open_timeline
 from vllm_patching.server.access import AskAtTheDoor, Door
 from vllm_patching.server.bridge import BridgeController, Settlement
+from vllm_patching.server.engine_calls import Answer, Arguments
 from vllm_patching.server.metrics import BridgeMetrics, FollowBridge
 from vllm_patching.server.routes import add_bridge_routes
 from vllm_patching.server.state import VersionSpans, Weights
@@ -283,17 +284,22 @@ class ReceivingServer:
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS)
 
-    def ask(self, method: str, *args: Any) -> list[Any]:
-        """Every shard's answer, in turn with what the trainer wants of them.
+    def ask(self, method: Callable[[Any, *Arguments], Answer], *args: *Arguments) -> list[Answer]:
+        """Return every shard's answer. The call waits for earlier calls of the trainer's.
 
-        Raises BridgeError if one does not answer.
+        Args:
+            method: of HeldWeights.
+
+        Raises:
+            BridgeError: a shard does not answer.
         """
         assert self.engine is not None
+        name = method.__name__
         try:
-            return self.engine.ask(method, *args, seconds=ASK_SECONDS)
+            return self.engine.ask(name, *args, seconds=ASK_SECONDS)
         except (RuntimeError, TimeoutError) as error:
             raise BridgeError(
-                f"the shards do not answer {method} ({error or type(error).__name__}); start this parameter server again"
+                f"the shards do not answer {name} ({error or type(error).__name__}); start this parameter server again"
             ) from error
 
     def condemn(self, reason: str) -> None:
@@ -338,7 +344,8 @@ class ReceivingServer:
 
         def verified() -> None:
             assert self.bridge is not None
-            self._call("held_accept", (self.bridge.state.next_weight_epoch,))
+            accept = HeldWeights.held_accept.__name__
+            self._call(accept, (self.bridge.state.next_weight_epoch,))
 
         engine = StillEngine(self._call, verified)
         spans = VersionSpans()

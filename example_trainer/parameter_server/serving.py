@@ -119,16 +119,16 @@ def hand_out(server: ReceivingServer, handing: Handing) -> None:
     if order is None:
         return
     try:
-        pinned = server.ask("held_pin")
+        pinned = server.ask(HeldWeights.held_pin)
         if any(answer["version"] != order.weights.version for answer in pinned):
             return  # it is being replaced; the next one is due soon
-        server.ask("held_order", *order.weights, order.everyone)
+        server.ask(HeldWeights.held_order, *order.weights, order.everyone)
         reason = handing.carry_out(order)
         if reason:
             logger.error("[ParameterServer] %s", reason)
             server.condemn(reason)
     finally:
-        server.ask("held_unpin")
+        server.ask(HeldWeights.held_unpin)
 
 
 def follow(held: HeldWeights, handing: Handing) -> None:

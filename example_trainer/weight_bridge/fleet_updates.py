@@ -84,6 +84,15 @@ class Answers(Generic[T]):
     ok: dict[str, T] = field(default_factory=dict)
     failed: dict[str, BridgeError] = field(default_factory=dict)
 
+    def add(self, url: str, value: T | None, error: BaseException | None) -> None:
+        """Note an answer. Raises an error that is not a BridgeError."""
+        if error is None:
+            self.ok[url] = value  # type: ignore[assignment]
+        elif isinstance(error, BridgeError):
+            self.failed[url] = error
+        else:
+            raise error
+
 
 def at_once(
     calls: Mapping[str, Callable[[], T]],
@@ -120,37 +129,26 @@ def at_once(
     answers: Answers[T] = Answers()
     waiting = set(calls)
     clock = clock or RunningClock()
-    now = last = clock.now()
-    end = now + limit
+    begun = last = clock.now()
     while waiting:
         try:
             url, value, error = results.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             now = clock.now()
-            answers.failed |= {
-                url: Late(f"{url} {reason}") for url, reason in lost().items() if url in waiting
-            }
-            waiting -= answers.failed.keys()
-            if now >= end:
-                answers.failed |= {
-                    url: Late(f"{url} did not answer within {limit:g} s") for url in waiting
-                }
+            reasons = {url: reason for url, reason in lost().items() if url in waiting}
+            if now - begun >= limit:
+                reasons = dict.fromkeys(waiting, f"did not answer within {limit:g} s") | reasons
             elif patience is not None and now - last >= patience and enough(answers.ok):
-                answers.failed |= {
-                    url: Late(f"{url} is {now - last:.0f} s behind the others") for url in waiting
-                }
-            waiting -= answers.failed.keys()
+                reasons = (
+                    dict.fromkeys(waiting, f"is {now - last:.0f} s behind the others") | reasons
+                )
+            answers.failed |= {url: Late(f"{url} {reason}") for url, reason in reasons.items()}
+            waiting -= reasons.keys()
             continue
-        if url not in waiting:
-            continue
-        waiting.discard(url)
-        last = clock.now()
-        if error is None:
-            answers.ok[url] = value  # type: ignore[assignment]
-        elif isinstance(error, BridgeError):
-            answers.failed[url] = error
-        else:
-            raise error
+        if url in waiting:
+            waiting.discard(url)
+            last = clock.now()
+            answers.add(url, value, error)
     return answers
 
 

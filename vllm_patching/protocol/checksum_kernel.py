@@ -75,6 +75,19 @@ def _sum_words(  # type: ignore[no-untyped-def]
         tl.atomic_add(out + 3 * row + 2, found.to(tl.int64))
 
 
+def _words_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Return the number of 32-bit words of a tensor in this dtype. Raises ValueError if there is
+    none, or if they are too many.
+    """
+    num_bytes = tensor.numel() * dtype.itemsize
+    aligned = not (num_bytes % 4 or tensor.data_ptr() % 4)
+    if not aligned or num_bytes // 4 >= 2**31 or not tensor.is_contiguous():
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} {tensor.dtype} cannot be summed in 32-bit words"
+        )
+    return num_bytes // 4
+
+
 class SumsKernel:
     """Adds the sums of tensors to rows of a result, for tensors that stay where they are."""
 
@@ -101,20 +114,8 @@ class SumsKernel:
         """
         if rounded is not None and any(tensor.dtype is not torch.float32 for tensor in tensors):
             raise ValueError(f"only float32 can be summed as if rounded to {rounded}")
-        counts = []
         self._rounded = _ROUNDED[rounded]
-        for tensor in tensors:
-            num_bytes = tensor.numel() * (rounded or tensor.dtype).itemsize
-            if (
-                num_bytes % 4
-                or tensor.data_ptr() % 4
-                or num_bytes // 4 >= 2**31
-                or not tensor.is_contiguous()
-            ):
-                raise ValueError(
-                    f"a tensor of shape {tuple(tensor.shape)} {tensor.dtype} cannot be summed in 32-bit words"
-                )
-            counts.append(num_bytes // 4)
+        counts = [_words_of(tensor, rounded or tensor.dtype) for tensor in tensors]
         device = out.device
         self._tensors = tensors  # the table holds bare addresses: keep what they point to
         self._out = out

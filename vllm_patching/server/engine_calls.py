@@ -63,12 +63,15 @@ class Silence:
 
     def patience(self, seconds: float) -> float:
         """How long a new question is waited for that might take so many seconds."""
-        return min(seconds, FURTHER_SECONDS) if self._overdue else seconds
+        if self._overdue:
+            return min(seconds, FURTHER_SECONDS)
+        return seconds
 
     @property
     def seconds(self) -> float:
         """Since the oldest question that has no answer yet; 0.0 if there is none."""
-        return max(0.0, time.monotonic() - min(self._since.values())) if self._since else 0.0
+        now = time.monotonic()
+        return max(0.0, now - min(self._since.values(), default=now))
 
     def _has_come(self, question: asyncio.Future[Any]) -> None:
         self._overdue.discard(question)

@@ -163,7 +163,7 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     """
 
     text: list[str] | msgspec.UnsetType = msgspec.UNSET
-    prompt: str | None
+    prompt: str | None = None
     finish_reasons: list[str | None]
     logprobs: list[list[dict[int, float]]] | msgspec.UnsetType = msgspec.UNSET
     token_logprobs: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
@@ -195,66 +195,20 @@ class Generator:
                 the caller.
             LogprobNotFinite, CutOff: see there.
         """
-        text = request.prompt if isinstance(request.prompt, str) else None
-        if isinstance(request.prompt, str):
-            token_ids = list((await tokenizer_of(self._engine)).encode(request.prompt))
-            if not token_ids:
-                raise ValueError("prompt is empty")
-        else:
-            token_ids = request.prompt.prompt_token_ids
-        if request.scores_prompt and (mode := logprobs_mode(self._engine)).endswith("_logits"):
-            raise ValueError(
-                f"this server runs with --logprobs-mode {mode} and has logits where logprobs are asked for"
-            )
-        if request.stop_token_ids and max(request.stop_token_ids) >= (
-            size := vocabulary_size(self._engine)
-        ):
-            # vLLM would index the logits with it, which ends the engine.
-            raise ValueError(
-                f"stop_token_ids holds {max(request.stop_token_ids)}, and the model's ids go from 0 to {size - 1}"
-            )
-        tasks = [
-            asyncio.create_task(self._one(token_ids, request.sampling_parameters(i)))
-            for i in range(request.n)
-        ]
-        try:
-            outputs = await asyncio.gather(*tasks)
-        except BaseException:
-            # One sample failed or the client has gone: the rest of the group would be work for
-            # nobody.
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        token_ids = await self._prompt_of(request)
+        self._require_possible(request)
+        outputs = await self._sample(token_ids, request)
         completions = [output.outputs[0] for output, _ in outputs]
-        if cut := [
-            completion.finish_reason
-            for completion in completions
-            if completion.finish_reason in CUT_OFF
-        ]:
+        reasons = [one.finish_reason for one in completions if one.finish_reason in CUT_OFF]
+        if reasons:
             raise CutOff(
-                f"{len(cut)} of {len(completions)} samples were broken off ({cut[0]}): this server is ending, or its log says "
+                f"{len(reasons)} of {len(completions)} samples were broken off ({reasons[0]}): this server is ending, or its log says "
                 "why; ask again, or another server"
             )
-        sampled = [_sampled(completion.logprobs) for completion in completions]
-        for completion, logprobs in zip(completions, sampled, strict=True):
-            _require_finite(completion.token_ids, logprobs, "a completion")
         served = [spans for _, spans in outputs]
-        of_prompt = outputs[0][0].prompt_logprobs
-        as_tables = request.scores_prompt and not request.prompt_token_logprobs
-        return GenerateResponse(
-            text=[c.text for c in completions] if request.return_text else msgspec.UNSET,
-            prompt=text,
-            finish_reasons=[c.finish_reason for c in completions],
-            logprobs=msgspec.UNSET
-            if request.token_logprobs
-            else [_tables(c.logprobs) for c in completions],
-            token_logprobs=sampled if request.token_logprobs else msgspec.UNSET,
-            prompt_logprobs=_tables(of_prompt) if as_tables else msgspec.UNSET,
-            prompt_token_logprobs=_of_prompt(token_ids, of_prompt)
-            if request.prompt_token_logprobs
-            else msgspec.UNSET,
-            token_ids=[list(c.token_ids) for c in completions],
+        response = GenerateResponse(
+            finish_reasons=[one.finish_reason for one in completions],
+            token_ids=[list(one.token_ids) for one in completions],
             prompt_token_ids=token_ids,
             weight_versions=[spans[0].weights.version for spans in served],
             weight_epochs=[spans[0].weights.epoch for spans in served],
@@ -263,6 +217,53 @@ class Generator:
             ],
             weight_epoch_spans=[[span.weights.epoch for span in spans] for spans in served],
         )
+        if isinstance(request.prompt, str):
+            response.prompt = request.prompt
+        if request.return_text:
+            response.text = [one.text for one in completions]
+        _add_logprobs(response, request, completions, outputs[0][0].prompt_logprobs)
+        return response
+
+    async def _prompt_of(self, request: GenerateRequest) -> list[int]:
+        """Return the tokens of a request's prompt. Raises ValueError for an empty text."""
+        if not isinstance(request.prompt, str):
+            return request.prompt.prompt_token_ids
+        token_ids = list((await tokenizer_of(self._engine)).encode(request.prompt))
+        if not token_ids:
+            raise ValueError("prompt is empty")
+        return token_ids
+
+    def _require_possible(self, request: GenerateRequest) -> None:
+        """Raise ValueError for a request that this server's options or model exclude."""
+        if request.scores_prompt and (mode := logprobs_mode(self._engine)).endswith("_logits"):
+            raise ValueError(
+                f"this server runs with --logprobs-mode {mode} and has logits where logprobs are asked for"
+            )
+        if not request.stop_token_ids:
+            return
+        largest, size = max(request.stop_token_ids), vocabulary_size(self._engine)
+        if largest >= size:
+            # vLLM would index the logits with it, which ends the engine.
+            raise ValueError(
+                f"stop_token_ids holds {largest}, and the model's ids go from 0 to {size - 1}"
+            )
+
+    async def _sample(
+        self, token_ids: list[int], request: GenerateRequest
+    ) -> list[tuple[Any, list[Span]]]:
+        """Return all samples of a request, each with its spans of weight versions."""
+        tasks = [
+            asyncio.create_task(self._one(token_ids, request.sampling_parameters(i)))
+            for i in range(request.n)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            # One sample failed, or the client has gone: the other samples have no use.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
 
     async def check(self, timeout: float) -> float:
         """Really sample one token; returns the seconds it took. Raises TimeoutError."""
@@ -296,6 +297,27 @@ class Generator:
             return final, self._spans.finish(request_id, len(final.outputs[0].token_ids))
         finally:
             self._spans.forget(request_id)
+
+
+def _add_logprobs(
+    response: GenerateResponse, request: GenerateRequest, completions: Sequence[Any], of_prompt: Any
+) -> None:
+    """Add the logprobs that a request asks for.
+
+    Raises:
+        LogprobNotFinite: one of them is NaN or infinite.
+    """
+    sampled = [_sampled(one.logprobs) for one in completions]
+    for one, logprobs in zip(completions, sampled, strict=True):
+        _require_finite(one.token_ids, logprobs, "a completion")
+    if request.token_logprobs:
+        response.token_logprobs = sampled
+    else:
+        response.logprobs = [_tables(one.logprobs) for one in completions]
+    if request.prompt_token_logprobs:
+        response.prompt_token_logprobs = _of_prompt(response.prompt_token_ids, of_prompt)
+    elif request.scores_prompt:
+        response.prompt_logprobs = _tables(of_prompt)
 
 
 def _sampled(flat: Any) -> list[float]:

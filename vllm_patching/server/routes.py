@@ -148,7 +148,7 @@ def add_bridge_routes(router: APIRouter, service: Receives) -> None:
 
     def info(read: Callable[[BridgeController], dict[str, Any]]) -> JSONResponse:
         if service.engine is None:
-            return _error(503, "the engine is still loading")
+            return _error(503, LOADING)
         if service.bridge is None:
             return _error(409, NOT_SHARED)
         return JSONResponse(read(service.bridge))
@@ -178,6 +178,7 @@ def add_bridge_routes(router: APIRouter, service: Receives) -> None:
     )
 
 
+LOADING = "the engine is still loading"
 GENERATE_OPTIONS = ["return_text", "token_logprobs", "prompt_token_logprobs"]
 """Fields of /generate that other servers refuse; GET /sampling names them for clients that speak to
 several kinds."""
@@ -221,12 +222,21 @@ class LockstepService:
     def unavailable(self) -> str:
         """Why nothing can be generated now; empty if it can."""
         if self.engine is None:
-            return "the engine is still loading"
+            return LOADING
         if engine_is_dead(self.engine):
             return "vLLM's engine process has died; restart the server"
         if self.bridge is not None:
             return self.bridge.trouble()
-        return self.watch.trouble if self.watch is not None else ""
+        return getattr(self.watch, "trouble", "")
+
+    def delay(self) -> str:
+        """Return why no token is sampled though the server is available."""
+        if self.bridge is not None:
+            if self.bridge.turns.reason:
+                return self.bridge.turns.reason
+            if self.bridge.state.in_update:
+                return "a weight update holds it"
+        return "the engine is stuck or overloaded"
 
     async def end_requests(self, reason: str) -> None:
         """Answer every request in flight with 503 and a reason."""
@@ -261,18 +271,11 @@ def make_router(service: LockstepService) -> APIRouter:
     async def health_generate() -> JSONResponse:
         reason = service.unavailable()
         if reason or service.generator is None:
-            return _error(503, reason or "the engine is still loading")
+            return _error(503, reason or LOADING)
         try:
             seconds, age = await check.result(service.generator.check)
         except TimeoutError:
-            paused = service.bridge is not None and service.bridge.state.in_update
-            resting = service.bridge.turns.reason if service.bridge is not None else ""
-            why = (
-                resting or "a weight update holds it"
-                if resting or paused
-                else "the engine is stuck or overloaded"
-            )
-            return _error(503, f"no token within {CHECK_SECONDS:g} s: {why}")
+            return _error(503, f"no token within {CHECK_SECONDS:g} s: {service.delay()}")
         except CutOff as error:
             return _error(503, service.unavailable() or str(error))
         return JSONResponse({"status": "ok", "seconds": seconds, "age": age})
@@ -280,32 +283,28 @@ def make_router(service: LockstepService) -> APIRouter:
     @router.post("/generate")
     async def generate(body: GenerateRequest, request: Request) -> Response:
         if service.generator is None:
-            return _error(503, "the engine is still loading")
-        work = asyncio.create_task(service.generator.generate(body))
-        gone = asyncio.create_task(_disconnected(request))
+            return _error(503, LOADING)
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return _error(499, "the client has closed the connection")
-            return Response(work.result().to_json(), media_type="application/json")
-        except caller_errors() as error:
-            return _error(400, str(error))
-        except LogprobNotFinite as error:
-            return _error(500, str(error))
-        except CutOff as error:
-            return _error(503, str(error))
+            return await _generate_for(service.generator, body, request)
         except Exception:
             if reason := service.unavailable():  # the engine has ended under the request
                 return _error(503, reason)
             raise
-        finally:
-            work.cancel()
-            gone.cancel()
+
+    _add_engine_routes(router, service)
+    add_bridge_routes(router, service)
+    add_lora_routes(router, service)
+    add_turn_routes(router, lambda: getattr(service.bridge, "turns", None), NOT_SHARED)
+    return router
+
+
+def _add_engine_routes(router: APIRouter, service: LockstepService) -> None:
+    """Add the routes that describe the engine. They answer 503 until the engine is loaded."""
 
     @router.get("/deterministic")
     async def deterministic() -> JSONResponse:
         if service.engine is None:
-            return _error(503, "the engine is still loading")
+            return _error(503, LOADING)
         if service.deterministic is None:
             return _error(
                 404,
@@ -316,7 +315,7 @@ def make_router(service: LockstepService) -> APIRouter:
     @router.get("/sampling")
     async def sampling() -> JSONResponse:
         if service.engine is None:
-            return _error(503, "the engine is still loading")
+            return _error(503, LOADING)
         return JSONResponse(
             {"logprobs_mode": logprobs_mode(service.engine), "generate_options": GENERATE_OPTIONS}
         )
@@ -324,7 +323,7 @@ def make_router(service: LockstepService) -> APIRouter:
     @router.get("/vocabulary")
     async def vocabulary() -> JSONResponse:
         if service.engine is None:
-            return _error(503, "the engine is still loading")
+            return _error(503, LOADING)
         try:
             tokenizer = await tokenizer_of(service.engine)
         except ValueError as error:
@@ -332,12 +331,25 @@ def make_router(service: LockstepService) -> APIRouter:
         # Hundreds of thousands of entries: not in the event loop.
         return await asyncio.to_thread(lambda: JSONResponse({"vocabulary": tokenizer.get_vocab()}))
 
-    add_bridge_routes(router, service)
-    add_lora_routes(router, service)
-    add_turn_routes(
-        router, lambda: service.bridge.turns if service.bridge is not None else None, NOT_SHARED
-    )
-    return router
+
+async def _generate_for(generator: Generator, body: GenerateRequest, request: Request) -> Response:
+    """Answer /generate, for as long as its client waits."""
+    work = asyncio.create_task(generator.generate(body))
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return _error(499, "the client has closed the connection")
+        return Response(work.result().to_json(), media_type="application/json")
+    except caller_errors() as error:
+        return _error(400, str(error))
+    except LogprobNotFinite as error:
+        return _error(500, str(error))
+    except CutOff as error:
+        return _error(503, str(error))
+    finally:
+        work.cancel()
+        gone.cancel()
 
 
 async def _disconnected(request: Request) -> None:

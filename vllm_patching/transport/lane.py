@@ -134,10 +134,13 @@ def lane_places(
     Args:
         member: 0 for the sender, 1 to `members` for the receivers.
     """
+    who = ""
+    if member:
+        who = f" (receiver {member - 1} of {members})"
     return [
         LanePlace(
             meeting, f"lockstep/{key}/rank{tp_rank}/lane{lane}", member, members + 1, route,
-            f"lane {lane} of vLLM rank {tp_rank}" + (f" (receiver {member - 1} of {members})" if member else ""),
+            f"lane {lane} of vLLM rank {tp_rank}{who}",
         )
         for lane in lanes
     ]  # fmt: skip
@@ -237,9 +240,7 @@ class GlooLane(Lane):
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
         # Through the host's memory, so it is copied there here, where the sender's GPU is known to
         # have packed it.
-        return self._start(
-            "broadcast", dist.BroadcastOptions(), buffer.cpu() if buffer.is_cuda else buffer
-        )
+        return self._start("broadcast", dist.BroadcastOptions(), buffer.cpu())
 
     def collect(self, word: torch.Tensor) -> Any:
         """Begin to add a word of every receiver's to the sender's; `wait` for it, on a receiver
@@ -625,9 +626,12 @@ def form_lane(
         RendezvousError: the store cannot be reached, the sender says why not, or members did not
             come.
     """
-    who = f"the sender of {place.name}" if place.member == SENDER else place.name
+    offered, who = None, place.name
+    if place.member == SENDER:
+        who = f"the sender of {place.name}"
     store = connect_store(place.meeting, who, seconds)
-    offered = _come(place, store, device, seconds) if place.member != SENDER else None
+    if place.member != SENDER:
+        offered = _come(place, store, device, seconds)
     near = [int(member) for member in store.get(place.word).decode().split()[1:]]
     far = [member for member in range(1, place.size) if member not in near]
     under = dist.PrefixStore(place.key, store)
@@ -642,11 +646,7 @@ def form_lane(
             control = _gloo(place, "near", near, under, seconds)
             controls.append(control)
             words = GlooLane(place, control, timeout)
-            logger.info(
-                "[Bridge] ✓ The weights are read where they are by %d of %d receivers (%s; with GPUs: "
-                "[Bridge] ✓ NCCL group created)",
-                len(near), place.size - 1, place.name,
-            )  # fmt: skip
+            _log_near(place, near)
             if offered is not None:
                 lane = NearReceiver(place, words, offered, timeout)
             else:
@@ -663,6 +663,14 @@ def form_lane(
     assert lane is not None
     lane.control = [*controls, under, store]
     return lane
+
+
+def _log_near(place: LanePlace, near: Sequence[int]) -> None:
+    logger.info(
+        "[Bridge] ✓ The weights are read where they are by %d of %d receivers (%s; with GPUs: "
+        "[Bridge] ✓ NCCL group created)",
+        len(near), place.size - 1, place.name,
+    )  # fmt: skip
 
 
 def _come(
@@ -789,55 +797,71 @@ def in_time(
         RendezvousError: one failed, `lost` gave a reason, or they were not done in time; none is
             open then.
     """
-    outcomes: list[Lane | BaseException | None] = [None] * len(works)
-    changed = threading.Condition()
-    given_up = False
-
-    def form(index: int) -> None:
-        outcome: Lane | BaseException
-        try:
-            outcome = works[index]()
-        except Exception as error:  # noqa: BLE001 - handed to the thread that waits
-            outcome = error
-        with changed:
-            outcomes[index] = outcome
-            late = given_up
-            changed.notify_all()
-        if late and isinstance(outcome, Lane):
-            logger.warning("[Bridge] %s was formed too late, and is closed", outcome.place.name)
-            outcome.close()
-
-    def form_all() -> None:
-        for index in range(len(works)):
-            form(index)
-            if given_up or not isinstance(outcomes[index], Lane):
-                return
-
-    jobs: list[Callable[[], None]] = (
-        [form_all] if one_by_one else [partial(form, index) for index in range(len(works))]
-    )
+    forming = _Forming(works)
+    jobs: list[Callable[[], object]] = [partial(forming.form, index) for index in range(len(works))]
+    if one_by_one:
+        jobs = [forming.form_all]
     for number, job in enumerate(jobs):
         threading.Thread(target=job, name=f"bridge rendezvous {number}", daemon=True).start()
-    deadline, asked = time.monotonic() + seconds, time.monotonic()
-    reason = ""
-    with changed:
-        while not reason and any(outcome is None for outcome in outcomes):
-            changed.wait(_LOOK_SECONDS)
-            now = time.monotonic()
-            failed = next(
-                (outcome for outcome in outcomes if isinstance(outcome, BaseException)), None
-            )
-            if failed is not None:
-                reason = str(failed)
-            elif now > deadline:
-                reason = f"not done within {seconds:g} s"
-            elif now > asked + _ASK_SECONDS:
-                reason, asked = lost(), now
-        failed = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
-        reason = reason or (str(failed) if failed is not None else "")
-        given_up = bool(reason)
-        lanes = [outcome for outcome in outcomes if isinstance(outcome, Lane)]
+    reason = forming.wait(seconds, lost)
+    lanes = [outcome for outcome in forming.outcomes if isinstance(outcome, Lane)]
     if reason:
         close_lanes(lanes)
         raise RendezvousError(f"{what}: {reason}")
     return lanes
+
+
+class _Forming:
+    """Lanes that threads form.
+
+    Attributes:
+        outcomes: the lane or the error of each; None while it is under way.
+    """
+
+    def __init__(self, works: Sequence[Callable[[], Lane]]) -> None:
+        self.outcomes: list[Lane | BaseException | None] = [None] * len(works)
+        self._works = works
+        self._changed = threading.Condition()
+        self._given_up = False
+
+    def form(self, index: int) -> bool:
+        """Form one lane. Return whether the next one is to be formed."""
+        outcome: Lane | BaseException
+        try:
+            outcome = self._works[index]()
+        except Exception as error:  # noqa: BLE001 - handed to the thread that waits
+            outcome = error
+        with self._changed:
+            self.outcomes[index] = outcome
+            late = self._given_up
+            self._changed.notify_all()
+        if late and isinstance(outcome, Lane):
+            logger.warning("[Bridge] %s was formed too late, and is closed", outcome.place.name)
+            outcome.close()
+        return not late and isinstance(outcome, Lane)
+
+    def form_all(self) -> None:
+        """Form the lanes in their order, up to the first error."""
+        for index in range(len(self._works)):
+            if not self.form(index):
+                return
+
+    def wait(self, seconds: float, lost: Callable[[], str]) -> str:
+        """Wait for all lanes. Return why they are given up; empty if all are formed."""
+        deadline, asked, reason = time.monotonic() + seconds, time.monotonic(), ""
+        with self._changed:
+            while not reason and None in self.outcomes:
+                self._changed.wait(_LOOK_SECONDS)
+                now, reason = time.monotonic(), self._error()
+                if not reason and now > deadline:
+                    reason = f"not done within {seconds:g} s"
+                elif not reason and now > asked + _ASK_SECONDS:
+                    reason, asked = lost(), now
+            reason = reason or self._error()
+            self._given_up = bool(reason)
+        return reason
+
+    def _error(self) -> str:
+        """Return the first error."""
+        errors = (outcome for outcome in self.outcomes if isinstance(outcome, BaseException))
+        return str(next(errors, ""))

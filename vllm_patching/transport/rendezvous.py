@@ -131,7 +131,7 @@ class _Values:
 
     def check(self, *keys: bytes) -> list[bytes]:
         with self._changed:
-            return [b"1" if all(key in self._values for key in keys) else b"0"]
+            return [b"%d" % all(key in self._values for key in keys)]
 
     def add(self, key: bytes, amount: bytes) -> list[bytes]:
         with self._changed:
@@ -145,11 +145,11 @@ class _Values:
             if held == expected or (held is None and not expected):
                 self.set(key, desired)
                 return [desired]
-        return [expected if held is None else held]
+            return [self._values.get(key, expected)]
 
     def delete_key(self, key: bytes) -> list[bytes]:
         with self._changed:
-            return [b"1" if self._values.pop(key, None) is not None else b"0"]
+            return [b"%d" % (self._values.pop(key, None) is not None)]
 
     def num_keys(self) -> list[bytes]:
         with self._changed:
