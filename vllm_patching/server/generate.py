@@ -202,8 +202,8 @@ class Generator:
         reasons = [one.finish_reason for one in completions if one.finish_reason in CUT_OFF]
         if reasons:
             raise CutOff(
-                f"{len(reasons)} of {len(completions)} samples were broken off ({reasons[0]}): this server is ending, or its log says "
-                "why; ask again, or another server"
+                f"{len(reasons)} of {len(completions)} samples were broken off ({reasons[0]}): "
+                "this server is ending, or its log says why; ask again, or another server"
             )
         served = [spans for _, spans in outputs]
         response = GenerateResponse(
