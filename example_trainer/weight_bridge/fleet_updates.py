@@ -184,6 +184,7 @@ class Member:
         self.server = server
         self.info: dict[str, Any] = {}
         self.manifests: list[Manifest] = []
+        self._replica_bytes = 0
         self.epoch, self.replicas = 0, 1
         self.joined = False
         self.transfer = ""
@@ -206,10 +207,8 @@ class Member:
 
     @property
     def num_bytes(self) -> int:
-        """That an update brings it."""
-        return self.replicas * sum(
-            item.num_bytes for manifest in self.manifests for item in flat_layout(manifest)[0]
-        )
+        """Bytes that an update brings to all replicas."""
+        return self.replicas * self._replica_bytes
 
     def ask(self) -> None:
         """What the server holds, into `info` and `manifests`; waits for a server that is still
@@ -217,6 +216,9 @@ class Member:
         """
         self.info = self.server.wait_for_info()
         self.manifests = manifests_of(self.info)
+        self._replica_bytes = sum(
+            item.num_bytes for manifest in self.manifests for item in flat_layout(manifest)[0]
+        )
 
     def join(
         self,

@@ -13,7 +13,7 @@ from bench.weight_trips import weight_trips
 
 MAX_FILES = {"post_group": 10, "get_batch": 10}
 MAX_TRAINER_FILES = 27
-MAX_WEIGHT_FILES = {"weight_update": 22, "dying_server": 16, "dying_server_both": 26}
+MAX_WEIGHT_FILES = {"weight_update": 22, "dying_server": 18, "dying_server_both": 28}
 
 
 async def test_a_group_passes_through_few_files_of_the_service(tmp_path: Path) -> None:
