@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
@@ -30,6 +30,7 @@ def adapter_manager(worker: Any) -> Any:
         "remove_adapter",
         "list_adapters",
         "lora_index_to_id",
+        "packed_modules_mapping",
         "capacity",
     )
     if not all(hasattr(manager, seam) for seam in seams):
@@ -53,8 +54,28 @@ def add_adapter(
     model = importlib.import_module("vllm.lora.lora_model").LoRAModel
     layers = {
         name: layer(name, rank, 1, matrices["lora_A"], matrices["lora_B"], scaling=scale)
-        for name, matrices in projections.items()
+        for fused, adapter in projections.items()
+        for name, matrices in _apart(manager, fused, adapter)
     }
     manager.add_adapter(model(adapter_id, rank, layers))
     if None in manager.lora_index_to_id:
         manager.activate_adapter(adapter_id)
+
+
+def _apart(
+    manager: Any, name: str, matrices: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
+    """Yield an adapter as vLLM's model wants it: of a fused tensor such as `gate_up_proj` either as
+    a whole or, in models whose class lists the projections, with one adapter for each.
+    """
+    path, _, module = name.rpartition(".")
+    projections = manager.packed_modules_mapping.get(module, [module])
+    if len(projections) == 1:
+        yield name, matrices
+        return
+    for projection, rows in zip(
+        projections, matrices["lora_B"].chunk(len(projections)), strict=True
+    ):
+        # The manager scales each lora_B in place, and each lora_A belongs to one adapter.
+        apart = {"lora_A": matrices["lora_A"].clone(), "lora_B": rows.clone()}
+        yield f"{path}.{projection}", apart

@@ -137,6 +137,22 @@ FAMILIES = {
             windowed=_window_everywhere,
             defaults={"partial_rotary_factor": 1.0},
         ),
+        Family(
+            "Glm4ForCausalLM",
+            qkv_bias="attention_bias",
+            fused=("gate_up_proj",),
+            interleaved=True,
+            defaults={
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "attention_bias": True,
+                "partial_rotary_factor": 0.5,
+            },
+            layer=(
+                Block("attention", "self_attn", "input_layernorm", "post_self_attn_layernorm"),
+                Block("gated_mlp", "mlp", "post_attention_layernorm", "post_mlp_layernorm"),
+            ),
+        ),
     )
 }
 """The supported families, by architecture."""

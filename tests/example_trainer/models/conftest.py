@@ -109,6 +109,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm4": (
+        "Glm4",
+        {"head_dim": 16, "rms_norm_eps": 1e-5, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
+    "glm4-no-bias-three-quarters": (
+        "Glm4",
+        {
+            "head_dim": 24,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN_ROPE | {"rope_type": "default", "partial_rotary_factor": 0.75},
+        },
+    ),
     "phi3-window": ("Phi3", {"sliding_window": 37}),
     "llama-biases": (
         "Llama",

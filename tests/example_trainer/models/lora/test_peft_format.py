@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -53,6 +55,7 @@ NO_SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "glm4": lambda: Glm4ForCausalLM(Glm4Config(**SIZES, **NO_SPECIAL_TOKENS, head_dim=8)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, **NO_SPECIAL_TOKENS)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
 }
