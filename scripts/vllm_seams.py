@@ -117,7 +117,7 @@ SEAMS = (
     ),
     *(
         f"vllm.lora.model_manager:LoRAModelManager.{name}"
-        for name in ("list_adapters", "lora_index_to_id", "capacity")
+        for name in ("list_adapters", "lora_index_to_id", "capacity", "packed_modules_mapping")
     ),
     f"{LAYERS}.layernorm:rms_norm_batch_invariant",
     f"{LAYERS}.linear:linear_batch_invariant",

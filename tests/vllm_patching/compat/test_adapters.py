@@ -47,4 +47,5 @@ def test_a_model_that_lists_projections_takes_an_adapter_for_each() -> None:
     assert torch.equal(torch.cat((gate.lora_b, up.lora_b)), torch.arange(16.0).view(8, 2))
     assert torch.equal(gate.lora_a, up.lora_a)
     assert gate.lora_a.data_ptr() != up.lora_a.data_ptr()
-    assert gate.lora_b.is_contiguous() and up.lora_b.is_contiguous()
+    assert gate.lora_b.is_contiguous()
+    assert up.lora_b.is_contiguous()
