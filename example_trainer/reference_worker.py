@@ -44,7 +44,12 @@ from example_trainer.models import load_model
 from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal, run
-from example_trainer.training.model import choose_device, choose_dtype, decoder_maker
+from example_trainer.training.model import (
+    choose_device,
+    choose_dtype,
+    decoder_maker,
+    fitted_to_model,
+)
 from example_trainer.training.reference import ReferenceScorer, ReferenceSettings
 from vllm_patching.protocol.timeline import Activity, open_timeline
 
@@ -246,6 +251,7 @@ def _tokens_of(group: Mapping[str, Any]) -> int:
 def serve(config: TrainerConfig, options: ReferenceWorkerOptions, stop: StopSignal) -> None:
     """Load the model and work until a signal comes."""
     pin_settings(config)
+    config = fitted_to_model(config)
     device = choose_device(config)
     dtype = choose_dtype(config, None, device)
     try:

@@ -79,6 +79,7 @@ from example_trainer.training.model import (
     choose_device,
     choose_dtype,
     decoder_maker,
+    fitted_to_model,
     make_model,
     make_reference,
 )
@@ -317,6 +318,7 @@ def run_training(
     port, rendezvous = ports.pick(), ports.pick()
     config, ranks = trainer_config(options, port), Ranks()
     require_vllm()
+    config = fitted_to_model(config)
     objective = make_objective(config)
     if config.optimizer == "adamw-8bit":
         quantisation()  # a missing package ends the run before anything is loaded
@@ -386,7 +388,8 @@ def make_batches(
     held_out = make_held_out(options, task, sampler, metrics)
     problems = repeated(task.training(options.seed), options.problem_count)
     tokens_per_bin = options.micro_batch * options.max_model_len
-    reader = BatchReader(config, model.geometry.vocab_size, tokens_per_bin)
+    sizes = model.geometry
+    reader = BatchReader(config, sizes.vocab_size, tokens_per_bin, media_tokens=sizes.media_tokens)
     return SampledBatches(
         sampler,
         problems,

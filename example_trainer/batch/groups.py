@@ -889,6 +889,7 @@ class Rules:
         teacher: whether a teacher's logprobs are read.
         reference: whether those of the reference are; if they are required, a group without them is
             left out.
+        media_tokens: ids that stand for images, sounds or films, which no model sees here.
     """
 
     advantages: Advantages = field(default_factory=lambda: find_advantages("group"))
@@ -896,6 +897,7 @@ class Rules:
     sampling: SamplingRules = field(default_factory=SamplingRules)
     teacher: bool = False
     reference: Literal["unused", "optional", "required"] = "unused"
+    media_tokens: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -1140,6 +1142,12 @@ class _GroupReader:
             raise GroupError(
                 f"tokens[{i}] holds {strange[0]}, and the model's ids go from 0 to {self.vocab_size - 1}; is its tokenizer in "
                 "use?"
+            )
+        media = self.rules.media_tokens.intersection(row.tolist())
+        if media:
+            raise GroupError(
+                f"tokens[{i}] holds {min(media)}, which stands for an image, a sound or a film, and the trainer sees text "
+                "alone; leave them out of prompts"
             )
 
     def _penalty(self, sequence: TrainedSequence, sampling: Sampling, has_own: bool) -> float:

@@ -674,7 +674,10 @@ def make_batches(
             config.atropos_url, stop, key, config.service_timeout, config.batch_timeout
         )
     data_ranks = 1 if model.split.size > 1 else ranks.world_size
-    reader = BatchReader(config, model.geometry.vocab_size, tokens_per_bin, data_ranks, lives)
+    sizes = model.geometry
+    reader = BatchReader(
+        config, sizes.vocab_size, tokens_per_bin, data_ranks, lives, sizes.media_tokens
+    )
     return Batches(
         client,
         ranks,

@@ -283,6 +283,7 @@ class BatchReader:
         data_ranks: ranks that work on bins of their own. Ranks that split each layer between them
             all work on the same ones, and count as one.
         lives: of the trainer's run; see ages.
+        media_tokens: see Rules.
 
     Raises:
         ConfigError: there are no such --advantages.
@@ -295,6 +296,7 @@ class BatchReader:
         tokens_per_bin: int,
         data_ranks: int = 1,
         lives: Sequence[TrainerSession] = (),
+        media_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.config, self.lives = config, lives
         self._vocab_size, self._tokens_per_bin, self._data_ranks = (
@@ -315,6 +317,7 @@ class BatchReader:
             sampling=SamplingRules(config.allow_truncated_sampling, config.deterministic),
             teacher=config.distill_coef > 0,
             reference=_wanted_reference(config),
+            media_tokens=media_tokens,
         )
         self._said: set[str] = set()
 

@@ -305,6 +305,9 @@ class Decoder(nn.Module):
         shards: what this rank holds of each parameter.
     """
 
+    reaches_some = False
+    """Whether a backward pass may leave parameters without a gradient."""
+
     def __init__(
         self,
         geometry: Geometry,

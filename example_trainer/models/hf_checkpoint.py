@@ -117,7 +117,9 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
     nothing).
     """
     _, config = read_geometry(folder)
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    text = config.get("text_config") or {}
+    stored = (config.get("dtype"), config.get("torch_dtype"), text.get("dtype"))
+    name = str(next(filter(None, stored), "float32"))
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ModelError(f"{folder / 'config.json'}: dtype {name!r} is no torch dtype")

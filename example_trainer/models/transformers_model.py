@@ -138,6 +138,7 @@ class TransformersModel(Decoder):
     """
 
     geometry: TransformersGeometry
+    reaches_some = True
 
     def __init__(
         self,

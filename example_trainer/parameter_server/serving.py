@@ -10,6 +10,7 @@ import queue
 import torch
 
 from example_trainer.api_keys import revealed
+from example_trainer.errors import ModelError
 from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint, read_geometry
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.parameter_server.handing import Handing, Order
@@ -29,6 +30,7 @@ from example_trainer.weight_bridge.stream import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest, flat_layout
 from vllm_patching.server.access import Door
 from vllm_patching.server.state import Weights
+from vllm_patching.weights.families import FAMILIES
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,11 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
     device = choose_device(options)
     folder = find_checkpoint(options.model_name)
     geometry, _ = read_geometry(folder)
+    if geometry.architecture not in FAMILIES:
+        raise ModelError(
+            f"--model-name {options.model_name} is a {geometry.architecture}, and a parameter server holds models with a "
+            f"decoder of the trainer's own ({', '.join(FAMILIES)}); send the weights without one"
+        )
     wanted = options.dtype
     if wanted == "auto":
         dtype = checkpoint_dtype(folder) if torch.cuda.is_available() else torch.float32

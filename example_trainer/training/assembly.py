@@ -30,6 +30,7 @@ from example_trainer.training.model import (
     choose_device,
     choose_dtype,
     decoder_maker,
+    fitted_to_model,
     make_model,
     make_reference,
 )
@@ -67,6 +68,7 @@ def make_trainer(
     start = choose_start(config, stop, ranks)
     if start is None:
         return None
+    config = fitted_to_model(config)
     bridge = make_bridge(config, stop, ranks, weight_epoch=start.run.epoch, device=device)
     stack.callback(bridge.close)
     dtype = agreed_dtype(config, bridge, ranks, device)

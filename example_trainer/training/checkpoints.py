@@ -629,7 +629,7 @@ class Checkpoints:
 
     def _weights(self, model: Decoder, optimizer: MasterAdamW) -> Sequence[str]:
         """The parameters whose masters `_write_weights` wants, in this order."""
-        return list(parameters(model.geometry))
+        return [name for name, one in parameters(model.geometry).items() if not one.frozen]
 
     def _write_weights(
         self,
@@ -640,7 +640,13 @@ class Checkpoints:
         moved: Callable[[], None],
     ) -> None:
         assert self._companions is not None
-        write_checkpoint(draft, model.geometry, dtype, weights, self._companions, moved=moved)
+        held = model.held_tensors()
+
+        def every() -> Iterator[tuple[str, Tensor]]:
+            for name, one in parameters(model.geometry).items():
+                yield (name, held[name].cpu()) if one.frozen else next(weights)
+
+        write_checkpoint(draft, model.geometry, dtype, every(), self._companions, moved=moved)
 
     @contextmanager
     def _draft(

@@ -19,6 +19,7 @@ from example_trainer.models import Decoder, load_model
 from example_trainer.models.hf_checkpoint import (
     checkpoint_dtype,
     find_checkpoint,
+    make_whole,
     read_geometry,
 )
 from example_trainer.models.lora.layers import BaseModel, attach_adapters
@@ -27,7 +28,7 @@ from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.launch import place_of
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.parallel.tensor import split_decoder
-from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.families import FAMILIES, Geometry, parameters
 
 # Which device a trainer runs on, and the dtype of its model's parameters.
 
@@ -168,6 +169,39 @@ def _name(dtype: torch.dtype) -> str:
 DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
 
 
+def fitted_to_model(config: TrainerConfig) -> TrainerConfig:
+    """Return the options as the model allows them: one of the second tier, which transformers
+    computes, shares no prefixes. Log its tier.
+
+    Raises:
+        ConfigError: an option needs a decoder of the first tier.
+        ModelError: the model cannot be found or is not supported.
+    """
+    geometry = read_geometry(find_checkpoint(config.model_name))[0]
+    if geometry.architecture in FAMILIES:
+        return config
+    needs = {
+        "--deterministic": (config.deterministic, "leave it out, or take a model of these"),
+        "--single-copy": (config.single_copy, "use --use-shared-memory instead"),
+        "--weight-bridge-mode lora_only": (config.lora is not None, "train all weights"),
+        "--share-prefixes": (bool(config.share_prefixes), "leave it out"),
+    }
+    for flag, (is_given, remedy) in needs.items():
+        if is_given:
+            raise ConfigError(
+                f"{flag} needs an architecture with a decoder of its own ({', '.join(FAMILIES)}), and "
+                f"--model-name {config.model_name} is a {geometry.architecture}: {remedy}"
+            )
+    frozen = sum(one.frozen for one in parameters(geometry).values())
+    logger.info(
+        "model: tier 2, transformers' %s, not exact: logprobs differ from vLLM's by rounding, "
+        "prefixes are not shared, and %d tensors outside of the text part are frozen",
+        geometry.architecture,
+        frozen,
+    )
+    return config.model_copy(update={"share_prefixes": False})
+
+
 def decoder_maker(config: TrainerConfig, ranks: Ranks, trained: bool = True) -> DecoderMaker:
     """How this rank makes its part of a model: vLLM's shards for a single copy, else FSDP2's; all
     of it without other ranks.
@@ -176,7 +210,7 @@ def decoder_maker(config: TrainerConfig, ranks: Ranks, trained: bool = True) -> 
         trained: see sharded_decoder.
     """
     if ranks.world_size == 1:
-        return deterministic_decoder if config.deterministic else Decoder
+        return deterministic_decoder if config.deterministic else make_whole
     if config.single_copy:
         return partial(
             split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD
@@ -192,7 +226,7 @@ def make_model(
     start: Path | None,
     dtype: torch.dtype,
     device: torch.device,
-    make: DecoderMaker = Decoder,
+    make: DecoderMaker = make_whole,
 ) -> Decoder:
     """The model to train: whole, from the checkpoint `start` or as it was at first, or the frozen
     one with adapters.
@@ -221,7 +255,7 @@ def make_reference(
     model: Decoder,
     dtype: torch.dtype,
     device: torch.device,
-    make: DecoderMaker = Decoder,
+    make: DecoderMaker = make_whole,
 ) -> Decoder | None:
     """The model that --kl-coef keeps the policy near: under adapters that is the base model, which
     is in memory already. None if there is none, or reference workers have it."""

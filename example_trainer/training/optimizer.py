@@ -554,6 +554,8 @@ class MasterAdamW:
             it.
         bucket_elements: elements of each of them that are on the device at once.
         in_8_bits: the moments of matrices are kept in 8 bits, see quantised.py.
+        missing_is_zero: a parameter that no backward pass reached, such as an expert without
+            tokens, has a gradient of zeros.
 
     Attributes:
         steps: batches learned from, which is the weight version of the masters; the learning rate
@@ -585,6 +587,7 @@ class MasterAdamW:
         offload: bool = False,
         bucket_elements: int = BUCKET_ELEMENTS,
         in_8_bits: bool = False,
+        missing_is_zero: bool = False,
     ) -> None:
         self.shards = shards = shards or Shards()
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -594,6 +597,7 @@ class MasterAdamW:
         self.lr, self.max_grad_norm = lr, max_grad_norm
         self.schedule, self.warmup_steps, self.total_steps = schedule, warmup_steps, total_steps
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._missing_is_zero = missing_is_zero
         self.steps = self.updates = 0
         self.sound = True
         self.wait_for_readers: Callable[[], None] = lambda: None
@@ -694,7 +698,10 @@ class MasterAdamW:
         """
         found = self.gradients()
         without = [name for name in self._parameters if name not in found]
-        if without:
+        if self._missing_is_zero:
+            for name in without:
+                found[name] = torch.zeros_like(self._local[name], dtype=torch.float32)
+        elif without:
             raise RuntimeError(
                 f"no gradient reached {len(without)} of {len(self._parameters)} parameters, "
                 f"first {without[0]}"
@@ -922,6 +929,7 @@ def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
         shards=model.shards,
         offload=config.optimizer_offload is True,
         in_8_bits=config.optimizer == "adamw-8bit",
+        missing_is_zero=model.reaches_some,
     )
     model.arithmetic.sums = optimizer.sums
     return optimizer

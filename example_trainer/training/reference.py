@@ -194,6 +194,7 @@ class ReferenceScorer:
         rules = Rules(
             find_advantages("zero"),
             sampling=SamplingRules(allow_narrowed=True, deterministic=deterministic),
+            media_tokens=self._model.geometry.media_tokens,
         )
         batch = parse_batch([wanted], settings.seq_len, self._model.geometry.vocab_size, rules)
         if batch.invalid:

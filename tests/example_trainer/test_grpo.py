@@ -21,6 +21,7 @@ from transformers import Qwen3ForCausalLM
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.launcher import roles
 from tests.conftest import Processes
+from tests.example_trainer.models.transformers_cases import checkpoint
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
@@ -153,6 +154,34 @@ def test_stopping_and_resuming_gives_the_weights_of_one_run(make_run: Callable[[
     assert (final / "tokenizer.json").read_text() == "{}"
     assert (final / "config.json").read_bytes() == (whole.model / "config.json").read_bytes()
     Qwen3ForCausalLM.from_pretrained(final)
+
+
+def test_a_model_of_transformers_is_trained_and_resumed_alike(
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    runs = []
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        runs.append(Run(processes, free_port(), checkpoint("Qwen3Next"), tmp_path / name))
+    whole, parts = runs
+    options = [*BATCH, "--kl-coef", "0.1"]
+    whole.post(*range(STEPS))
+    text = whole.processes.finish(whole.trainer(*options), seconds=120)
+    assert "model: tier 2, transformers' Qwen3NextForCausalLM, not exact" in text
+    assert "model: sequences are forwarded one per row" in text
+    assert f"Step {STEPS}/{STEPS} " in text
+
+    parts.post(0, 1)
+    trainer = parts.trainer(*options, "--checkpoint-interval", "1")
+    saved = f"Saved checkpoint {parts.folder}/checkpoints/step_2"
+    parts.processes.wait_for_text(trainer, saved, seconds=120)
+    parts.processes.kill(trainer)
+    parts.post(2, 3, 4)
+    parts.processes.finish(parts.trainer(*options, "--resume", "auto"), seconds=120)
+    for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
+        one, two = (load_file(run.folder / f"checkpoints/step_{STEPS}" / file) for run in runs)
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one), file
 
 
 def test_8_bit_moments_resume_bit_for_bit_offloaded_or_not(

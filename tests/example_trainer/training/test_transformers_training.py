@@ -1,0 +1,154 @@
+"""Models of transformers are trained, saved and resumed like the decoders of the first tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atroposlib.wire import TrainerSession
+from example_trainer.batch.groups import Rules, parse_batch
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
+from example_trainer.models.transformers_model import TransformersModel
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.process import StopSignal
+from example_trainer.training.checkpoints import Checkpoints, load_state
+from example_trainer.training.model import (
+    decoder_maker,
+    fitted_to_model,
+    make_model,
+    make_reference,
+)
+from example_trainer.training.optimizer import MasterAdamW, make_optimizer
+from example_trainer.training.runs import Run, SavedStep
+from example_trainer.training.step import BatchGradients, make_objective
+from tests.example_trainer.models.transformers_cases import CONFIGS, checkpoint
+from tests.example_trainer.training.test_step import make_groups, packed
+
+RUN = Run("a", "model", (TrainerSession(1000, 0),))
+CPU = torch.device("cpu")
+
+
+def config(name: str = "Mixtral", **options: object) -> TrainerConfig:
+    flags = {"seq_len": 64, "lr": 1e-2, "training_steps": 4} | options
+    return TrainerConfig(model_name=str(checkpoint(name)), **flags)
+
+
+def loaded(
+    options: TrainerConfig, start: Path | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[TransformersModel, MasterAdamW]:
+    model = make_model(options, start, dtype, CPU, decoder_maker(options, Ranks()))
+    assert isinstance(model, TransformersModel)
+    return model, make_optimizer(options, model)
+
+
+def train(
+    model: TransformersModel, optimizer: MasterAdamW, options: TrainerConfig, until: int
+) -> dict[str, float | None]:
+    """Take steps of GRPO; return the figures of the last one."""
+    reference = make_reference(options, model, model.dtype, CPU)
+    while optimizer.steps < until:
+        batch = parse_batch(make_groups(optimizer.steps), 64, model.geometry.vocab_size)
+        gradients = BatchGradients(
+            model, optimizer, packed(batch, options), options, make_objective(options),
+            StopSignal(), reference,
+        )  # fmt: skip
+        gradients.accumulate(0)
+        optimizer.update()
+        gradients.updated()
+        optimizer.write_weights()
+        optimizer.end_step()
+    return gradients.row()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
+    options = fitted_to_model(config(name, kl_coef=0.1, entropy_coef=0.01))
+    model, optimizer = loaded(options)
+    checkpoints = Checkpoints(tmp_path / "whole", RUN, keep_states=None)
+    train(model, optimizer, options, 2)
+    saved = checkpoints.save(model, optimizer, {})
+    assert train(model, optimizer, options, 4)["loss"] is not None
+    last = checkpoints.save(model, optimizer, {})
+
+    model, optimizer = loaded(options, saved)
+    load_state(SavedStep.read(saved), optimizer)
+    train(model, optimizer, options, 4)
+    again = Checkpoints(tmp_path / "parts", RUN).save(model, optimizer, {})
+    for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
+        one, two = load_file(last / file), load_file(again / file)
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one), file
+
+    start, learned = (
+        load_file(checkpoint(name) / "model.safetensors"),
+        load_file(last / "model.safetensors"),
+    )
+    assert start.keys() == learned.keys()
+    frozen = {part.name for one in model.geometry.tensors if one.frozen for part in one.parts}
+    for key, tensor in start.items():
+        assert torch.equal(tensor, learned[key]) == (key in frozen), key
+    assert (last / "config.json").read_bytes() == (checkpoint(name) / "config.json").read_bytes()
+
+
+def test_bfloat16_weights_are_the_rounded_masters(tmp_path: Path) -> None:
+    options = config("Qwen3Next")
+    model, optimizer = loaded(options, checkpoint("Qwen3Next", torch.bfloat16), torch.bfloat16)
+    train(model, optimizer, options, 1)
+    saved = Checkpoints(tmp_path, RUN).save(model, optimizer, {})
+    again, _ = loaded(options, saved, torch.bfloat16)
+    masters = optimizer.masters
+    for key, parameter in again.named_parameters():
+        assert torch.equal(parameter, masters[key].bfloat16()), key
+
+
+@pytest.mark.parametrize(
+    ("flag", "options"),
+    [
+        ("--deterministic", {"deterministic": True, "weight_bridge_mode": "shared_vllm"}),
+        ("--share-prefixes", {"share_prefixes": True}),
+        ("--weight-bridge-mode lora_only", {"weight_bridge_mode": "lora_only"}),
+        ("--single-copy", {"weight_bridge_mode": "shared_vllm", "single_copy": True}),
+    ],
+)
+def test_options_that_need_a_decoder_of_its_own_are_refused(
+    flag: str, options: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        fitted_to_model(config(**options))
+    assert str(error.value).startswith(f"{flag} needs an architecture with a decoder of its own")
+    assert "is a MixtralForCausalLM: " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_log_names_the_tier(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert not fitted_to_model(config()).shares_prefixes
+    assert "model: tier 2, transformers' MixtralForCausalLM, not exact" in caplog.text
+
+
+def test_a_group_with_an_image_is_left_out_in_one_line() -> None:
+    model, _ = loaded(config("Qwen2_5_VL"))
+    groups = make_groups(0)
+    groups[1]["tokens"][0][1] = 90
+    rules = Rules(media_tokens=model.geometry.media_tokens)
+    batch = parse_batch(groups, 64, model.geometry.vocab_size, rules)
+    assert batch.invalid == [
+        "group 1: tokens[0] holds 90, which stands for an image, a sound or a film, and the trainer "
+        "sees text alone; leave them out of prompts"
+    ]
+
+
+def test_a_parameter_without_a_gradient_keeps_its_weights() -> None:
+    model, optimizer = loaded(config())
+    without = next(iter(optimizer.masters))
+    for key in optimizer.masters:
+        if key != without:
+            model.get_parameter(key).sum().backward()
+    before = {key: tensor.clone() for key, tensor in optimizer.masters.items()}
+    optimizer.step()
+    for key, tensor in optimizer.masters.items():
+        assert torch.equal(tensor, before[key]) == (key == without), key
