@@ -23,7 +23,7 @@ from example_trainer.api_keys import ServerKeys
 from example_trainer.child_processes import processes
 from example_trainer.vllm_client import VLLMClient
 from example_trainer.weight_bridge.service_board import ServiceBoard
-from tests.recording_server import Recorder, recording
+from tests.http_server import Answer, HttpServer, Request
 
 KEY = "a-key-that-strangers-want"
 PATIENT = 60.0
@@ -35,10 +35,15 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, KEY)
 
 
+def answering(content: object) -> HttpServer:
+    """Start a server with one answer for every path."""
+    return HttpServer(lambda _: (200, content))
+
+
 @pytest.fixture
-def stranger() -> Iterator[Recorder]:
-    with recording() as recorder:
-        yield recorder
+def stranger() -> Iterator[HttpServer]:
+    with answering({}) as server:
+        yield server
 
 
 # ---- redirects ----
@@ -121,9 +126,14 @@ CLIENTS: list[Callable[[str], Any]] = [
 
 @pytest.mark.parametrize("ask", CLIENTS, ids=lambda ask: ask.__name__)
 def test_a_redirect_does_not_carry_the_key_elsewhere(
-    ask: Callable[[str], Any], stranger: Recorder
+    ask: Callable[[str], Any], stranger: HttpServer
 ) -> None:
-    with recording(leads_to=stranger.url.replace("127.0.0.1", "localhost")) as named:
+    other = stranger.url.replace("127.0.0.1", "localhost")
+
+    def redirect(request: Request) -> Answer:
+        return 307, {}, {"Location": other + request.path}
+
+    with HttpServer(redirect) as named:
         outcome = ask(named.url)
         if asyncio.iscoroutine(outcome):
             asyncio.run(outcome)
@@ -139,7 +149,7 @@ def table(keyed: bool, *urls: str) -> dict[str, Any]:
     return {"servers": servers, "wanted": list(urls), "left": [], "keyed": keyed, "published": 1.0}
 
 
-async def followed(service: Recorder, own: Recorder, service_key: str | None) -> list[str]:
+async def followed(service: HttpServer, own: HttpServer, service_key: str | None) -> list[str]:
     """The servers of an environment after it has read a service's table, each of them asked once."""
     manager = ServerManager(
         [APIServerConfig(base_url=f"{own.url}/v1", api_key=KEY, model_name="m", timeout=5)]
@@ -159,13 +169,13 @@ async def followed(service: Recorder, own: Recorder, service_key: str | None) ->
     [(False, None, False), (False, "s", False), (True, None, False), (True, "s", True)],
 )
 def test_an_environment_uses_addresses_of_a_service_that_needs_a_key(
-    stranger: Recorder,
+    stranger: HttpServer,
     keyed: bool,
     service_key: str | None,
     trusted: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with recording() as own, recording(table(keyed, own.url, stranger.url)) as service:
+    with answering({}) as own, answering(table(keyed, own.url, stranger.url)) as service:
         urls = asyncio.run(followed(service, own, service_key))
         assert urls == ([own.url, stranger.url] if trusted else [own.url])
         assert own.saw(KEY)
@@ -174,11 +184,11 @@ def test_an_environment_uses_addresses_of_a_service_that_needs_a_key(
 
 
 def test_an_environment_without_keys_uses_every_address(
-    monkeypatch: pytest.MonkeyPatch, stranger: Recorder
+    monkeypatch: pytest.MonkeyPatch, stranger: HttpServer
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY")
     manager = ServerManager([APIServerConfig(base_url="http://127.0.0.1:1/v1", model_name="m")])
-    with recording(table(False, stranger.url)) as service:
+    with answering(table(False, stranger.url)) as service:
         manager.follower = FleetFollower(service.url)
         asyncio.run(manager._follow_once())
     assert [server.root_url for server in manager.servers] == [stranger.url]
@@ -189,7 +199,7 @@ def test_an_environment_without_keys_uses_every_address(
     [(False, None, False), (False, "s", False), (True, None, False), (True, "s", True)],
 )
 def test_a_trainer_lets_in_addresses_of_a_service_that_needs_a_key(
-    stranger: Recorder,
+    stranger: HttpServer,
     keyed: bool,
     service_key: str | None,
     trusted: bool,
@@ -197,7 +207,7 @@ def test_a_trainer_lets_in_addresses_of_a_service_that_needs_a_key(
 ) -> None:
     own = "http://127.0.0.1:9001"
     caplog.set_level(logging.WARNING)
-    with recording(table(keyed, own, stranger.url)) as service:
+    with answering(table(keyed, own, stranger.url)) as service:
         board = ServiceBoard(service.url, service_key, keys=ServerKeys(True, [own]))
         for _ in range(3):
             assert board.publish([]) == ([own, stranger.url] if trusted else [own], [])
@@ -205,14 +215,14 @@ def test_a_trainer_lets_in_addresses_of_a_service_that_needs_a_key(
     assert caplog.text.count(f"{stranger.url} does not join") == (not trusted), "once"
 
 
-def test_a_trainer_without_a_key_lets_in_every_address(stranger: Recorder) -> None:
-    with recording(table(False, stranger.url)) as service:
+def test_a_trainer_without_a_key_lets_in_every_address(stranger: HttpServer) -> None:
+    with answering(table(False, stranger.url)) as service:
         board = ServiceBoard(service.url, None)
         assert board.publish([]) == ([stranger.url], [])
         board.close()
 
 
-def test_the_page_sends_no_key_to_a_server_that_a_request_named(stranger: Recorder) -> None:
+def test_the_page_sends_no_key_to_a_server_that_a_request_named(stranger: HttpServer) -> None:
     async def look() -> None:
         watch = ServerWatch(KEY, frozenset({"http://127.0.0.1:9001"}))
         await watch.look([stranger.url])

@@ -6,9 +6,7 @@ import json
 import math
 import os
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,59 +19,37 @@ from atroposlib.inference.generation import Generation, current_versions
 from atroposlib.service_client import RejectedByService, RolloutServiceClient
 from atroposlib.utils import waiting
 from tests.atroposlib.envs.scripted_env import ScriptedEnv
+from tests.http_server import Answer, HttpServer, Request
 
 
-class Scripted(ThreadingHTTPServer):
+class Scripted(HttpServer):
     """Answers with the next (status, headers, body) of a list, then with 200; `None` hangs up
     without an answer.
     """
 
-    daemon_threads = True
-
     def __init__(self) -> None:
         self.answers: list[tuple[int, dict[str, str], bytes] | None] = []
         self.bodies: list[Any] = []
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(self.next_answer, keep_alive=True)
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: Scripted
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.headers.get("Content-Encoding") == "gzip":
+    def next_answer(self, request: Request) -> Answer:
+        body = request.body
+        if request.headers["Content-Encoding"] == "gzip":
             body = gzip.decompress(body)
-        self.server.bodies.append(json.loads(body) if body else None)
-        answer = (
-            self.server.answers.pop(0)
-            if self.server.answers
-            else (200, {}, b'{"status": "received"}')
-        )
+        self.bodies.append(json.loads(body or b"null"))
+        if not self.answers:
+            return 200, {"status": "received"}
+        answer = self.answers.pop(0)
         if answer is None:
-            self.close_connection = True
-            return
+            return None
         status, headers, content = answer
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(content))} | headers).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_GET = do_POST
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
+        return status, content, headers
 
 
 @pytest.fixture
 def server() -> Iterator[Scripted]:
-    made = Scripted()
-    thread = threading.Thread(target=made.serve_forever, daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    with Scripted() as scripted:
+        yield scripted
 
 
 @pytest.fixture(autouse=True)

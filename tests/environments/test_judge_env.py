@@ -108,7 +108,7 @@ def test_nonsense_is_asked_again_counted_and_never_a_score(
 def test_a_judgement_that_was_cut_off_has_no_score(
     env: JudgeEnv, judge: Judge, caplog: pytest.LogCaptureFixture
 ) -> None:
-    judge.cut_off, judge.says = True, ["Is it worth a high number?\nScore: 9\nNo, because"]
+    judge.reason, judge.says = "length", ["Is it worth a high number?\nScore: 9\nNo, because"]
     with pytest.raises(RolloutFailure, match="no number in 3 attempts"):
         graded(env)
     assert caplog.text.count("raise --env.judge_max_tokens") == 1

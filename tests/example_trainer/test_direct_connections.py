@@ -5,11 +5,9 @@ one.
 from __future__ import annotations
 
 import ast
-import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,76 +25,39 @@ from example_trainer.weight_bridge.owned_server import OwnedServer
 from example_trainer.weight_bridge.server import BridgeServer
 from tests.conftest import ROOT
 from tests.example_trainer.batch.registration import REGISTRATION
+from tests.http_server import Answer, HttpServer, Request
 
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
-class Listener(ThreadingHTTPServer):
-    """Answers every request with one that any of the clients is content with, and remembers what it
-    was asked.
-    """
-
-    request_queue_size = 64
-
-    def __init__(self, answers: type[BaseHTTPRequestHandler] | None = None) -> None:
-        super().__init__(("127.0.0.1", 0), answers or Answers)
-        self.asked: list[str] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
+def contenting(request: Request) -> Answer:
+    """Answer with fields that any of the clients is content with."""
+    if request.path == "/metrics":
+        return 200, b"lockstep_weight_version 7\n"
+    lists = ("token_ids", "token_logprobs", "weight_versions", "weight_version_spans")
+    fields: dict[str, Any] = {"instance": "other", "current": None, "queue_size": 7, "uuid": 1}
+    return 200, fields | {name: [] for name in (*lists, "finish_reasons")}
 
 
-class Answers(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        listener = self.server
-        assert isinstance(listener, Listener)
-        listener.asked.append(self.path)
-        content = int(self.headers.get("Content-Length", 0))
-        self.rfile.read(content)
-        answer: dict[str, Any] = {
-            "instance": "other",
-            "current": None,
-            "queue_size": 7,
-            "uuid": 1,
-            "token_ids": [],
-            "token_logprobs": [],
-            "weight_versions": [],
-            "weight_version_spans": [],
-            "finish_reasons": [],
-        }
-        body = json.dumps(answer).encode()
-        if self.path == "/metrics":
-            body = b"lockstep_weight_version 7\n"
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        return None
+def asked(server: HttpServer) -> list[str]:
+    return [request.path for request in server.requests]
 
 
 @pytest.fixture
-def server() -> Iterator[Listener]:
-    with Listener() as listener:
+def server() -> Iterator[HttpServer]:
+    with HttpServer(contenting) as listener:
         yield listener
-        listener.shutdown()
 
 
 @pytest.fixture
-def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
-    with Listener() as listener:
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServer]:
+    with HttpServer(contenting) as listener:
         for name in PROXY_VARIABLES:
-            monkeypatch.setenv(name, f"http://127.0.0.1:{listener.port}")
-            monkeypatch.setenv(name.lower(), f"http://127.0.0.1:{listener.port}")
+            monkeypatch.setenv(name, listener.url)
+            monkeypatch.setenv(name.lower(), listener.url)
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.delenv(name, raising=False)
         yield listener
-        listener.shutdown()
 
 
 def ask_rollouts(port: int, _: Path) -> object:
@@ -133,16 +94,14 @@ CLIENTS: dict[str, Callable[[int, Path], object]] = {
 
 @pytest.mark.parametrize("ask", CLIENTS.values(), ids=CLIENTS)
 def test_no_client_of_ours_asks_a_proxy(
-    ask: Callable[[int, Path], object], server: Listener, proxy: Listener, tmp_path: Path
+    ask: Callable[[int, Path], object], server: HttpServer, proxy: HttpServer, tmp_path: Path
 ) -> None:
     assert httpx.get(f"http://127.0.0.1:{server.port}/control", timeout=60).status_code == 200
-    assert (proxy.asked.pop(), server.asked) == (
-        f"http://127.0.0.1:{server.port}/control",
-        [],
-    )  # the variables do work
+    # The variables do work.
+    assert (asked(proxy), asked(server)) == ([f"{server.url}/control"], [])
     assert ask(server.port, tmp_path) in (None, True, 7)
-    assert server.asked
-    assert proxy.asked == []
+    assert asked(server)
+    assert len(proxy.requests) == 1
 
 
 def test_certificates_of_ones_own_are_heeded(
@@ -200,31 +159,22 @@ def test_no_connection_is_closed_while_threads_ask() -> None:
     """A pool that closes what looks idle closes sockets under requests now and then; this one has
     nothing to close.
     """
-    opened: list[object] = []
     threads = 48  # more than the 20 idle connections that httpx keeps by itself
     together = threading.Barrier(threads)
 
-    class Kept(Answers):
-        protocol_version = "HTTP/1.1"
+    def answer(_: Request) -> Answer:
+        together.wait(60)  # all of a round are under way at the same time
+        return 200, {}
 
-        def setup(self) -> None:
-            opened.append(self.client_address)
-            super().setup()
+    with (
+        HttpServer(answer, keep_alive=True) as server,
+        direct_client(server.url, 30.0) as client,
+        ThreadPoolExecutor(threads) as pool,
+    ):
 
-        def do_POST(self) -> None:
-            together.wait(60)  # all of a round are under way at the same time
-            self.do_GET()
+        def ask(_: int) -> int:
+            return client.post("/generate", json={}).status_code
 
-    with Listener(Kept) as listener:
-        with (
-            direct_client(f"http://127.0.0.1:{listener.port}", 30.0) as client,
-            ThreadPoolExecutor(threads) as pool,
-        ):
-
-            def ask(_: int) -> int:
-                return client.post("/generate", json={}).status_code
-
-            for _ in range(4):
-                assert list(pool.map(ask, range(threads))) == [200] * threads
-        listener.shutdown()
-    assert len(opened) == threads
+        for _ in range(4):
+            assert list(pool.map(ask, range(threads))) == [200] * threads
+    assert len({request.client_port for request in server.requests}) == threads

@@ -68,7 +68,7 @@ def worker_of() -> Iterator[Callable[..., tuple[Worker, Scripted, Scorer]]]:
             ServiceConnection(server.url, stop, None, timeout, "reference worker"),
             Scorer(stop),
         )
-        closing.extend([service.close, server.server.shutdown, server.server.server_close])
+        closing.extend([service.close, server.__exit__])
         activity, options = (
             Activity(open_timeline("reference", "w")),
             ReferenceWorkerOptions(lease_seconds=8),

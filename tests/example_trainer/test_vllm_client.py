@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,67 +14,29 @@ from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
 from example_trainer.weight_bridge.base import LeaseLost
 from example_trainer.weight_bridge.lora import LoraServer
 from example_trainer.weight_bridge.server import LEASE_LOST, BridgeServer
-
-Answer = tuple[int, object] | None
-"""Status and body (bytes as they are, else JSON); None breaks the connection off."""
+from tests.http_server import Answer, HttpServer, Script
 
 
-class Script(ThreadingHTTPServer):
-    """Gives its answers in turn, the last one again and again, and remembers what it was asked."""
+class ScriptedServer(Script, HttpServer):
+    """Gives its answers in turn, and records the requests."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Scripted)
-        self.answers: list[Answer] = []
-        self.asked: list[tuple[str, str, dict[str, str], object]] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-
-class Scripted(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        script = self.server
-        assert isinstance(script, Script)
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        script.asked.append(
-            (self.command, self.path, dict(self.headers), json.loads(body) if body else None)
-        )
-        answer = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]
-        if answer is None:
-            self.close_connection = True
-            return
-        status, content = answer
-        payload = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        return None
+        Script.__init__(self)
+        HttpServer.__init__(self, self)
 
 
 @pytest.fixture
-def script() -> Iterator[Script]:
-    with Script() as server:
+def script() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
         yield server
-        server.shutdown()
 
 
-def test_an_answer_comes_back_and_the_key_goes_along(script: Script) -> None:
+def test_an_answer_comes_back_and_the_key_goes_along(script: ScriptedServer) -> None:
     script.answers = [(200, {"token_ids": [[1]]})]
     client = VLLMClient(script.url, 5.0, "secret")
     assert client.call("/generate", {"n": 1}) == {"token_ids": [[1]]}
-    ((method, path, headers, body),) = script.asked
-    assert (method, path, headers["Authorization"], body) == (
+    (request,) = script.requests
+    assert (request.method, request.path, request.headers["Authorization"], request.json) == (
         "POST",
         "/generate",
         "Bearer secret",
@@ -98,7 +57,7 @@ def test_an_answer_comes_back_and_the_key_goes_along(script: Script) -> None:
     ],
 )
 def test_a_refusal_holds_the_servers_reason_and_its_status(
-    script: Script, answer: tuple[int, object], message: str
+    script: ScriptedServer, answer: tuple[int, object], message: str
 ) -> None:
     script.answers = [answer]
     with pytest.raises(ServerRefused, match=f"^{script.url} {message}") as caught:
@@ -107,7 +66,9 @@ def test_a_refusal_holds_the_servers_reason_and_its_status(
     assert isinstance(caught.value, BridgeError)
 
 
-def test_silence_is_told_from_a_refusal(script: Script, free_port: Callable[[], int]) -> None:
+def test_silence_is_told_from_a_refusal(
+    script: ScriptedServer, free_port: Callable[[], int]
+) -> None:
     script.answers = [None]
     for url in (script.url, f"http://127.0.0.1:{free_port()}"):
         with pytest.raises(
@@ -115,11 +76,11 @@ def test_silence_is_told_from_a_refusal(script: Script, free_port: Callable[[], 
             match=rf"^{url} did not answer /step \(.+\); see the server's log, and restart it",
         ):
             VLLMClient(url, 5.0).call("/step", {})
-    assert len(script.asked) == 1  # a request that may have arrived is not sent twice
+    assert len(script.requests) == 1  # a request that may have arrived is not sent twice
 
 
 @pytest.mark.parametrize("answer", [None, (503, {"error": "busy"}), (200, [1]), (200, b"hello")])
-def test_a_look_finds_an_object_or_nothing(script: Script, answer: Answer) -> None:
+def test_a_look_finds_an_object_or_nothing(script: ScriptedServer, answer: Answer) -> None:
     client = VLLMClient(script.url, 5.0)
     script.answers = [answer, (200, {"weight_version": 3})]
     assert client.look("/bridge/state") is None
@@ -127,7 +88,7 @@ def test_a_look_finds_an_object_or_nothing(script: Script, answer: Answer) -> No
 
 
 def test_a_server_that_is_away_is_told_once_each_time(
-    script: Script, caplog: pytest.LogCaptureFixture
+    script: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = VLLMClient(script.url, 5.0)
     script.answers = [None, None, (200, {}), None]
@@ -143,7 +104,7 @@ def test_a_server_that_is_away_is_told_once_each_time(
     [((200, b""), None), ((503, {}), "/health answers 503"), (None, r"/health: .+")],
 )
 def test_what_a_server_of_any_kind_still_lacks(
-    script: Script, answer: Answer, missing: str | None
+    script: ScriptedServer, answer: Answer, missing: str | None
 ) -> None:
     script.answers = [answer]
     found = VLLMClient(script.url, 5.0).missing("/health")
@@ -152,7 +113,7 @@ def test_what_a_server_of_any_kind_still_lacks(
         assert found == missing or found.startswith("/health: ")
 
 
-def test_a_server_that_loads_or_is_not_there_yet_is_waited_for(script: Script) -> None:
+def test_a_server_that_loads_or_is_not_there_yet_is_waited_for(script: ScriptedServer) -> None:
     slept: list[float] = []
     script.answers = [None, (503, {"error": "loading"}), (200, {"instance": "one"})]
     client = BridgeServer("127.0.0.1", script.port, 5.0, startup_timeout=60.0, sleep=slept.append)
@@ -173,7 +134,10 @@ def test_a_server_that_loads_or_is_not_there_yet_is_waited_for(script: Script) -
     ],
 )
 def test_what_waiting_does_not_mend_is_told_at_once(
-    script: Script, kind: type[BridgeServer | LoraServer], answer: tuple[int, object], message: str
+    script: ScriptedServer,
+    kind: type[BridgeServer | LoraServer],
+    answer: tuple[int, object],
+    message: str,
 ) -> None:
     def no_sleep(_: float) -> None:
         raise AssertionError("there is nothing to wait for")
@@ -183,7 +147,7 @@ def test_what_waiting_does_not_mend_is_told_at_once(
         kind("127.0.0.1", script.port, 5.0, None, 60.0, no_sleep).wait_for_info()
 
 
-def test_a_deadline_ends_the_wait_with_both_remedies(script: Script) -> None:
+def test_a_deadline_ends_the_wait_with_both_remedies(script: ScriptedServer) -> None:
     script.answers = [(503, {"error": "still loading"})]
     client = LoraServer("127.0.0.1", script.port, 5.0, None, 0.0)
     with pytest.raises(
@@ -193,7 +157,7 @@ def test_a_deadline_ends_the_wait_with_both_remedies(script: Script) -> None:
         client.wait_for_info()
 
 
-def test_a_signal_ends_the_wait(script: Script) -> None:
+def test_a_signal_ends_the_wait(script: ScriptedServer) -> None:
     script.answers = [(503, {})]
     stop = StopSignal()
     stop.request(15)
@@ -201,14 +165,14 @@ def test_a_signal_ends_the_wait(script: Script) -> None:
         LoraServer("127.0.0.1", script.port, 5.0, None, 600.0, stop.wait).wait_for_info()
 
 
-def test_a_lost_lease_keeps_its_kind(script: Script) -> None:
+def test_a_lost_lease_keeps_its_kind(script: ScriptedServer) -> None:
     script.answers = [(LEASE_LOST, {"error": "no lease is out"})]
     with pytest.raises(LeaseLost, match="refused /bridge/commit of version 3: no lease is out"):
         BridgeServer("127.0.0.1", script.port, 5.0).commit(1, 3, ["00"])
 
 
 def test_an_adapter_is_loaded_again_by_a_server_that_came_back_without_it(
-    script: Script, caplog: pytest.LogCaptureFixture
+    script: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = LoraServer("127.0.0.1", script.port, 5.0, None, 60.0, lambda _: None, weight_epoch=7)
     script.answers = [
@@ -220,14 +184,16 @@ def test_an_adapter_is_loaded_again_by_a_server_that_came_back_without_it(
     ]
     server.load(Path("/first"), 1, "00")
     assert server.load(Path("/second"), 2, "11")["name"] == server.serves == "a2"
-    bodies = [body for method, _, _, body in script.asked if method == "POST"]
+    bodies = [one.json for one in script.requests if one.method == "POST"]
     assert [body["replaces"] for body in bodies if isinstance(body, dict)] == [None, "a1", None]
     assert {body["weight_epoch"] for body in bodies if isinstance(body, dict)} == {7}
     assert "did not answer" in caplog.text
     assert "waiting for it to be there again" in caplog.text
 
 
-def test_an_adapter_that_the_server_cannot_see_is_told_with_the_remedy(script: Script) -> None:
+def test_an_adapter_that_the_server_cannot_see_is_told_with_the_remedy(
+    script: ScriptedServer,
+) -> None:
     script.answers = [(400, {"error": "cannot read /x/adapter_config.json"})]
     with pytest.raises(
         BridgeError,
@@ -236,7 +202,9 @@ def test_an_adapter_that_the_server_cannot_see_is_told_with_the_remedy(script: S
         LoraServer("127.0.0.1", script.port, 5.0).load(Path("/x"), 4, "00")
 
 
-def test_a_server_that_cannot_be_sampled_from_is_named_with_its_reason(script: Script) -> None:
+def test_a_server_that_cannot_be_sampled_from_is_named_with_its_reason(
+    script: ScriptedServer,
+) -> None:
     client = VLLMClient(script.url, 5.0)
     script.answers = [(200, {"serving": False, "trouble": "the engine has not answered for 30 s"})]
     assert client.why_not_serving() == f"{script.url} (the engine has not answered for 30 s)"

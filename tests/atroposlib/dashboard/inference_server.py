@@ -6,11 +6,15 @@ Tests of the page's text about a server that is gone need a process that can go,
 
 from __future__ import annotations
 
-import json
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.http_server import Answer, HttpServer, Request
 
 BRIDGE = {
     "checksums": ["abc"],
@@ -20,36 +24,25 @@ BRIDGE = {
 }
 
 
-def answering(port: int, answers: Callable[[], Mapping[str, Any]]) -> ThreadingHTTPServer:
-    """A server on a port, 0 for a free one, that answers paths with JSON as it is asked for, and
-    all others with 404.
-    """
+def answers_at(answers: Callable[[], Mapping[str, Any]]) -> Callable[[Request], Answer]:
+    """Return a function that answers paths with their JSON of the moment, and others with 404."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = answers().get(self.path)
-            body = json.dumps(found).encode()
-            self.send_response(200 if found is not None else 404)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(request: Request) -> Answer:
+        found = answers().get(request.path)
+        if found is None:
+            return 404, None
+        return 200, found
 
-        def log_message(self, *_: Any) -> None:
-            return
-
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return answer
 
 
 def main(port: int, instance: str) -> None:
     """Answer until killed."""
-    weights = {
-        "instance": instance,
-        "weight_version": 3,
-        "weight_epoch": 7,
-        "serving": True,
-        "in_flight": 0,
-    }
-    answering(port, lambda: {"/weights": weights, "/bridge/state": BRIDGE}).serve_forever()
+    weights = {"instance": instance, "weight_version": 3, "weight_epoch": 7, "in_flight": 0}
+    weights["serving"] = True
+    answers = {"/weights": weights, "/bridge/state": BRIDGE}
+    with HttpServer(answers_at(lambda: answers), port):
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

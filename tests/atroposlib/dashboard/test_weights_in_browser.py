@@ -35,15 +35,14 @@ PROMPT, ANSWERS = "What is 2 + 3?", [b"2 + 3 = 5", b"\\boxed{6}"]
 @pytest.fixture(scope="module")
 def server() -> Iterator[VllmServer]:
     """One that has taken the second version of this trainer's weights."""
-    running = VllmServer()
-    running.weights |= {"weight_version": 2, "weight_epoch": 1_700_000_000_000}
-    running.bridge = {
-        "state": "serving", "mode": "broadcast", "transfer": "overlapped", "checksums": [f"{2:032x}"], "updates": 2,
-        "failures": 0, "last_bytes": 9_155_840,
-        "last_update": {"to_transferred": 0.3, "to_paused": 0.1, "to_committed": 0.06, "halted": 0.07, "stalled": 0.065},
-    }  # fmt: skip
-    yield running
-    running.stop()
+    with VllmServer() as running:
+        running.weights |= {"weight_version": 2, "weight_epoch": 1_700_000_000_000}
+        running.bridge = {
+            "state": "serving", "mode": "broadcast", "transfer": "overlapped", "checksums": [f"{2:032x}"], "updates": 2,
+            "failures": 0, "last_bytes": 9_155_840,
+            "last_update": {"to_transferred": 0.3, "to_paused": 0.1, "to_committed": 0.06, "halted": 0.07, "stalled": 0.065},
+        }  # fmt: skip
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,7 @@ import asyncio
 import json
 import re
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from atroposlib.inference.server_manager import ServerManager, at_url, create_pr
 from atroposlib.service_client import RolloutServiceClient
 from atroposlib.web.keys import given_or_variable
 from tests.atroposlib.envs.scripted_env import ScriptedEnv
+from tests.http_server import Answer, HttpServer, Request
 
 KEY = "sk-nobody-reads-this"
 VARIABLES = ("ROLLOUT_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY", "ATROPOS_PROXY_API_KEY")
@@ -187,56 +186,24 @@ def test_the_services_key_comes_from_its_variable(monkeypatch: pytest.MonkeyPatc
 # --------------------------------------------------------------------------------------
 
 
-class Answers(BaseHTTPRequestHandler):
-    """Knows every route that the clients below call."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:  # the name is http.server's
-        self.do_POST()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        choice = {
-            "index": 0,
-            "finish_reason": "stop",
-            "message": {"role": "assistant", "content": "hi"},
-        }
-        body = json.dumps(
-            {
-                "data": [{"id": "m"}],
-                "uuid": "u",
-                "nodes": [],
-                "id": "c",
-                "object": "chat.completion",
-                "created": 0,
-            }
-            | {"model": "m", "choices": [choice]}
-        ).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_DELETE = do_GET
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing on the terminal."""
+def any_route(request: Request) -> Answer:
+    """Answer for every route that the clients below call."""
+    message = {"role": "assistant", "content": "hi"}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    service = {"data": [{"id": "m"}], "uuid": "u", "nodes": []}
+    completion = {"id": "c", "object": "chat.completion", "created": 0, "model": "m"}
+    return 200, service | completion | {"choices": [choice]}
 
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server on this machine, which must stay reachable though a proxy is set and missing."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    with HttpServer(any_route, keep_alive=True) as server:
+        yield server.url
 
 
 async def test_no_client_goes_to_a_server_of_ours_by_a_proxy(address: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -33,15 +34,10 @@ def client_of() -> Iterator[Callable[..., RolloutClient]]:
 
 @pytest.fixture
 def scripted() -> Iterator[Callable[[dict[str, list[Any]]], Scripted]]:
-    servers: list[Scripted] = []
+    with ExitStack() as servers:
 
-    def make(answers: dict[str, list[Any]]) -> Scripted:
-        servers.append(
-            Scripted({"/register": [{"uuid": 1}], "/status": [{"queue_size": 0}]} | answers)
-        )
-        return servers[-1]
+        def make(answers: dict[str, list[Any]]) -> Scripted:
+            usual = {"/register": [{"uuid": 1}], "/status": [{"queue_size": 0}]}
+            return servers.enter_context(Scripted(usual | answers))
 
-    yield make
-    for server in servers:
-        server.server.shutdown()
-        server.server.server_close()
+        yield make

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from example_trainer.child_processes.processes import (
     http_probe,
     wait_until,
 )
+from tests.http_server import HttpServer
 
 
 class Clock:
@@ -73,25 +72,9 @@ def test_a_death_ends_the_wait_before_the_deadline() -> None:
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body = {"/ok": (200, b'{"a": 1}'), "/empty": (200, b"")}.get(
-                self.path, (503, b"busy")
-            )
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            return None
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
-        thread.join(10)
+    answers = {"/ok": (200, b'{"a": 1}'), "/empty": (200, b"")}
+    with HttpServer(lambda request: answers.get(request.path, (503, b"busy"))) as running:
+        yield running.url
 
 
 def test_http_probe_tells_what_is_missing(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,8 @@ stands in for it here; the script's verdict on the real one needs a GPU.
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from example_trainer.deterministic.parity import ParityError
 from example_trainer.models import load_model
 from example_trainer.models.packing import Packing
 from tests.example_trainer.deterministic import determinism_check
+from tests.http_server import Answer, HttpServer, Request
 from vllm_patching.batch_invariant import ops
 
 STARTER = Path(__file__).resolve().parents[3] / "assets" / "starter_model"
@@ -72,40 +70,17 @@ class Sampler:
 
 @contextmanager
 def serving(sampler: Sampler) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert self.path == "/deterministic"
-            self.reply(
-                404 if sampler.report is None else 200,
-                sampler.report or {"error": "not in deterministic mode"},
-            )
+    def answer(request: Request) -> Answer:
+        if request.method == "POST":
+            assert request.path == "/generate"
+            return 200, sampler.generate(request.json)
+        assert request.path == "/deterministic"
+        if sampler.report is None:
+            return 404, {"error": "not in deterministic mode"}
+        return 200, sampler.report
 
-        def do_POST(self) -> None:
-            assert self.path == "/generate"
-            self.reply(
-                200,
-                sampler.generate(json.loads(self.rfile.read(int(self.headers["Content-Length"])))),
-            )
-
-        def reply(self, status: int, answer: dict[str, Any]) -> None:
-            body = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+    with HttpServer(answer) as server:
+        yield server.url
 
 
 def run_script(url: str, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -4,11 +4,8 @@ values of two equal runs.
 
 from __future__ import annotations
 
-import json
 import math
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +42,7 @@ from tests.example_trainer.deterministic.training import (
     summed_gradients,
     train,
 )
+from tests.http_server import Answer, HttpServer, Request
 from vllm_patching.weights.families import RopeScaling
 
 KERNELS = {"linear": "cublaslt 130100", "rms_norm": "lockstep abc"}
@@ -269,20 +267,11 @@ def test_the_trainer_asks_the_server_which_kernels_it_runs(tmp_path: Path) -> No
     kernels = model_provenance(model)
     reports = [{"provenance": kernels, "rotary_table": kernels["rotary_table"]}, None]
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"instance": "a", "deterministic": reports[0]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(request: Request) -> Answer:
+        return 200, {"instance": "a", "deterministic": reports[0]}
 
-        def log_message(self, format: str, *args: object) -> None:
-            return None
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{server.server_address[1]}"
+    with HttpServer(answer) as server:
+        address = f"127.0.0.1:{server.port}"
         options = config(tmp_path, vllm_servers=[address])
         assert type(make_parity(options, model)) is ParityCheck
         del reports[0]
@@ -290,7 +279,6 @@ def test_the_trainer_asks_the_server_which_kernels_it_runs(tmp_path: Path) -> No
             ParityError, match=f"server at http://{address} is not in deterministic mode"
         ):
             make_parity(options, model)
-        server.shutdown()
     assert make_parity(options.model_copy(update={"deterministic": False}), model) is None
 
 

@@ -4,15 +4,11 @@ inference server.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +16,7 @@ import pytest
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.test_grpo import Run
+from tests.http_server import HttpServer
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
@@ -99,47 +96,21 @@ def test_sigterm_saves_and_a_killed_launcher_leaves_nothing(run: LaunchedRun) ->
     assert trainer.guard.wait(timeout=60) == 128 + signal.SIGKILL
 
 
-class OtherServer(ThreadingHTTPServer):
-    """Answers /bridge/info for a vLLM of two ranks on this machine's CPU."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Info)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class Info(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        facts: dict[str, Any] = {
-            "instance": "one",
-            "tp_degree": 2,
-            "replicas": 1,
-            "device": "cpu",
-            "gpu_uuids": ["", ""],
-        }
-        payload = json.dumps(facts).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    def log_message(self, *_: object) -> None:
-        return None
-
-
 @pytest.fixture
-def other_server() -> Iterator[OtherServer]:
-    with OtherServer() as server:
+def other_server() -> Iterator[HttpServer]:
+    """Answers /bridge/info for a vLLM of two ranks on this machine's CPU."""
+    places = {"replicas": 1, "device": "cpu", "gpu_uuids": ["", ""]}
+    with HttpServer(lambda _: (200, {"instance": "one", "tp_degree": 2, **places})) as server:
         yield server
-        server.shutdown()
 
 
 def test_what_is_refused_moves_no_file_of_the_run_before(
-    run: LaunchedRun, other_server: OtherServer
+    run: LaunchedRun, other_server: HttpServer
 ) -> None:
     metrics = run.folder / "figures" / "metrics.jsonl"
     metrics.parent.mkdir()
     metrics.write_text('{"step": 1}\n')
-    port = str(other_server.server_address[1])
+    port = str(other_server.port)
     shared = ["--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", port]
     trainer = run.launched(*shared, "--ranks", "1")
     assert trainer.guard.wait(timeout=120) == 1

@@ -11,9 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from example_trainer.weight_bridge.server import ParameterServer
 from example_trainer.weight_bridge.stream import WeightStream
 from tests.fleet_server import CONFIG, tiny_model
 from tests.fleet_trainer import PATIENCE, TIMEOUT
+from tests.http_server import Answer, HttpServer, Request
 from tests.light_servers import SOON, LightServer, Starter, sound, until
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import ManifestEntry, flat_layout, source_view
@@ -388,36 +388,22 @@ def test_shards_hold_rows_each_and_push_and_pull_have_their_own_pace(
         until(lambda: late.serves(7))
 
 
-class Service(BaseHTTPRequestHandler):
-    """The rollout service's POST /fleet, which wants one server."""
-
-    wanted = ""
-    told: ClassVar[dict[str, list[str]]] = {}
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.told[body["by"]] = [row["url"] for row in body["servers"]]
-        answer = json.dumps({"wanted": [self.wanted], "left": []}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: object) -> None:
-        return None
-
-
 def test_two_parameter_servers_share_the_servers_and_one_that_joins_by_the_service(
     starter: Starter, model: Path, free_port: Callable[[], int]
 ) -> None:
     found = [LightServer(starter, free_port()) for _ in range(3)]
     for server in found:
         server.start()
-    Service.wanted = found[2].url
-    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as service:
-        threading.Thread(target=service.serve_forever, daemon=True).start()
+    shown: dict[str, list[str]] = {}
+
+    def fleet(request: Request) -> Answer:
+        """The rollout service's POST /fleet, which wants one server."""
+        shown[request.json["by"]] = [row["url"] for row in request.json["servers"]]
+        return 200, {"wanted": [found[2].url], "left": []}
+
+    with HttpServer(fleet) as service:
         named = ",".join(f"127.0.0.1:{server.port}" for server in found[:2])
-        more = ("--vllm-servers", named, "--atropos-url", f"http://127.0.0.1:{service.server_port}")
+        more = ("--vllm-servers", named, "--atropos-url", service.url)
         holders = [
             HeldServer(starter, free_port(), model=model, more=(*more, "--part", f"{part}/2"))
             for part in (1, 2)
@@ -429,7 +415,7 @@ def test_two_parameter_servers_share_the_servers_and_one_that_joins_by_the_servi
             trainer.until_served(found)
             until(
                 lambda: (
-                    sorted(url for urls in Service.told.values() for url in urls)
+                    sorted(url for urls in shown.values() for url in urls)
                     == sorted(one.url for one in found)
                 )
             )

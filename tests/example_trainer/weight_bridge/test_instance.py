@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from example_trainer.errors import BridgeError
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge, read_handles
+from tests.http_server import Answer, HttpServer, Request
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.transport.shared_memory import export_to_shared_memory
 from vllm_patching.weights.sharding import ShardSpec, Slice
@@ -75,38 +74,20 @@ MANIFEST = Manifest(
 ).to_json()
 
 
-class RestartsBeforeItIsJoined(BaseHTTPRequestHandler):
-    """/bridge/info is answered by one instance, and everything after it by the next one."""
-
-    config: Path
-
-    def do_GET(self) -> None:
-        self.answer({**info(self.config), "tp_degree": 1, "ranks": [MANIFEST], "model": "m"})
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer({"instance": "next", "epoch": 1, "follows_writes": False})
-
-    def answer(self, value: dict[str, Any]) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        return None
-
-
 @pytest.fixture
 def restarting(tmp_path: Path) -> Iterator[BridgeServer]:
-    handler = type("Handler", (RestartsBeforeItIsJoined,), {"config": tmp_path / "config.json"})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        client = BridgeServer("127.0.0.1", server.server_address[1], 20.0)
+    """/bridge/info is answered by one instance, and everything after it by the next one."""
+
+    def answer(request: Request) -> Answer:
+        if request.method == "POST":
+            return 200, {"instance": "next", "epoch": 1, "follows_writes": False}
+        facts = {"tp_degree": 1, "ranks": [MANIFEST], "model": "m"}
+        return 200, info(tmp_path / "config.json") | facts
+
+    with HttpServer(answer) as server:
+        client = BridgeServer("127.0.0.1", server.port, 20.0)
         yield client
         client.close()
-        server.shutdown()
 
 
 def test_an_answer_of_another_instance_is_no_joining(restarting: BridgeServer) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +17,7 @@ from example_trainer.errors import ConfigError
 from example_trainer.models.head import chosen_logprobs_of
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs
+from tests.http_server import Answer, HttpServer, Request
 from vllm_patching.server.routes import LockstepService, make_router
 
 Serve = Callable[[int, object], int]
@@ -27,29 +26,17 @@ Serve = Callable[[int, object], int]
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Start a server that answers GET /sampling so; returns its port."""
-    servers: list[ThreadingHTTPServer] = []
+    with ExitStack() as servers:
 
-    def start(status: int, answer: object) -> int:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                body = json.dumps(answer).encode()
-                self.send_response(status if self.path == "/sampling" else 404)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        def start(status: int, answer: object) -> int:
+            def sampling(request: Request) -> Answer:
+                if request.path != "/sampling":
+                    return 404, answer
+                return status, answer
 
-            def log_message(self, *_: object) -> None:
-                return None
+            return servers.enter_context(HttpServer(sampling)).port
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return int(server.server_address[1])
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield start
 
 
 def options(*ports: int, temperature: float = 1.0) -> TrainerConfig:

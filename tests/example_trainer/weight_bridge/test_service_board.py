@@ -4,10 +4,7 @@ remedy, and when it is over.
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -18,49 +15,32 @@ from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.fleet import Fleet
 from example_trainer.weight_bridge.fleet_updates import FleetKeeper
 from example_trainer.weight_bridge.service_board import ServiceBoard
+from tests.http_server import Answer, HttpServer, Request
 
 TAKEN = (200, {"status": "success", "wanted": ["http://d:9001"], "left": []})
 
 
-class Service:
+class Service(HttpServer):
     """Answers POST /fleet by its script, and, if it has a key, refuses callers without it."""
 
     def __init__(self, port: int = 0) -> None:
-        self.answer: tuple[int, object] = TAKEN
+        self.next: tuple[int, object] = TAKEN
         self.key = ""
-        self.posts = 0
-        service = self
+        super().__init__(self.fleet, port)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                service.posts += 1
-                self.rfile.read(int(self.headers["Content-Length"]))
-                status, body = service.answer
-                if service.key and self.headers["Authorization"] != f"Bearer {service.key}":
-                    status, body = 401, {"detail": "the request carries no bearer token"}
-                told = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(told)))
-                self.end_headers()
-                self.wfile.write(told)
-
-            def log_message(self, *_: object) -> None:
-                """Nothing: pytest has the client's log."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+    def fleet(self, request: Request) -> Answer:
+        if self.key and request.headers["Authorization"] != f"Bearer {self.key}":
+            return 401, {"detail": "the request carries no bearer token"}
+        status, body = self.next
+        if isinstance(body, str):
+            return status, body.encode()
+        return status, body
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    one = Service()
-    yield one
-    one.close()
+    with Service() as one:
+        yield one
 
 
 @pytest.mark.parametrize(
@@ -97,7 +77,7 @@ def test_a_table_that_is_refused_is_said_once_with_what_to_do_and_once_when_it_i
     assert caplog.messages == [], "nothing is said of what works"
     for _ in range(2):
         caplog.clear()
-        service.answer = answer
+        service.next = answer
         assert [board.publish([]) for _ in range(3)] == [None] * 3
         (warning,) = caplog.records
         assert warning.levelname == "WARNING"
@@ -109,7 +89,7 @@ def test_a_table_that_is_refused_is_said_once_with_what_to_do_and_once_when_it_i
         assert named in told
         assert remedy in told
         caplog.clear()
-        service.answer = TAKEN
+        service.next = TAKEN
         assert [board.publish([]) for _ in range(2)] == [(["http://d:9001"], [])] * 2
         assert caplog.messages == [
             f"[Fleet] the rollout service at {service.url} takes the fleet's table again"
@@ -128,10 +108,9 @@ def test_each_reason_is_said_once_however_they_alternate_and_a_trainer_leaves_si
     board = ServiceBoard(f"http://127.0.0.1:{port}", None, by)
     for _ in range(2):
         assert board.publish([]) is None
-        service = Service(port)
-        service.key = "hush"
-        assert board.publish([]) is None
-        service.close()
+        with Service(port) as service:
+            service.key = "hush"
+            assert board.publish([]) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (len(silence) + 1)
     for told, named in zip(caplog.messages, [*silence, "POST /fleet: 401 "], strict=True):
         assert named in told
@@ -152,7 +131,7 @@ def test_a_run_without_a_service_shows_its_servers_to_none_that_happens_to_liste
     assert isinstance(bridge, BroadcastBridge)
     bridge._keeper._publish()
     bridge.close()
-    assert service.posts == has_service
+    assert len(service.requests) == has_service
 
 
 def test_with_the_key_the_table_is_taken(

@@ -5,10 +5,8 @@ wherever the masters are.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from example_trainer.errors import BridgeError
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+from tests.http_server import Answer, HttpServer, Request
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.transport.shared_memory import export_to_shared_memory
@@ -30,11 +29,10 @@ MANIFEST = Manifest(
 )
 
 
-class Server(ThreadingHTTPServer):
+class Server(HttpServer):
     """Shares one weight, checks the values of a commit, and remembers the steps in their order."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Steps)
         self.weight = torch.nn.Parameter(torch.zeros(2, 3))
         self.handles = export_to_shared_memory({"weight": self.weight}, "test")
         self.config = folder / "config.json"
@@ -46,9 +44,10 @@ class Server(ThreadingHTTPServer):
         self.not_finite = ""
         self.hangs_for = 0
         """Looks at its state for which its engine still makes no progress."""
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        super().__init__(self.step)
 
-    def answer(self, step: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def step(self, request: Request) -> Answer:
+        step, body = request.path.rpartition("/")[2], request.json
         if step == "info":
             return 200, {
                 "instance": "one", "config_path": str(self.config), "hostname": "here", "model": "m", "tp_degree": 1,
@@ -78,26 +77,6 @@ class Server(ThreadingHTTPServer):
         }
 
 
-class Steps(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        server = self.server
-        assert isinstance(server, Server)
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        status, answer = server.answer(
-            self.path.rpartition("/")[2], json.loads(body) if body else {}
-        )
-        payload = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        return None
-
-
 class OneWeight(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +87,6 @@ class OneWeight(torch.nn.Module):
 def server(tmp_path: Path) -> Iterator[Server]:
     with Server(tmp_path) as server:
         yield server
-        server.shutdown()
         Path(server.handles["path"]).unlink()
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import queue
 import signal
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,12 +15,13 @@ from atroposlib.cli.run_api import parse_arguments
 from atroposlib.dashboard.live.servers import ServerWatch
 from tests.atroposlib.dashboard.inference_server import BRIDGE
 from tests.atroposlib.service.conftest import Service, trainer
+from tests.http_server import Answer, HttpServer, Request
 
 KEY = "key-of-the-vllm-servers"
 WEIGHTS = {"instance": "one", "weight_version": 3, "weight_epoch": 7, "serving": True}
 
 
-class KeyedServer:
+class KeyedServer(HttpServer):
     """Answers /weights to every caller and /bridge/state to the key, and records the key of each
     request.
 
@@ -32,51 +30,29 @@ class KeyedServer:
     """
 
     def __init__(self, moved_to: str = "") -> None:
-        self.requests: queue.Queue[tuple[str, str | None]] = queue.Queue()
-        noted = self.requests
+        self.moved_to = moved_to
+        self.noted: queue.Queue[tuple[str, str | None]] = queue.Queue()
+        super().__init__(self.keyed)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                key = self.headers.get("Authorization")
-                noted.put((self.path, key))
-                is_bridge = self.path == "/bridge/state"
-                status = (
-                    307
-                    if is_bridge and moved_to
-                    else 401
-                    if is_bridge and key != f"Bearer {KEY}"
-                    else 200
-                )
-                body = json.dumps(BRIDGE if is_bridge else WEIGHTS).encode()
-                self.send_response(status)
-                if moved_to:
-                    self.send_header("location", f"{moved_to}{self.path}")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                return
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+    def keyed(self, request: Request) -> Answer:
+        self.noted.put((request.path, request.headers["Authorization"]))
+        if request.path != "/bridge/state":
+            return 200, WEIGHTS
+        if self.moved_to:
+            return 307, BRIDGE, {"location": f"{self.moved_to}{request.path}"}
+        if request.headers["Authorization"] != f"Bearer {KEY}":
+            return 401, BRIDGE
+        return 200, BRIDGE
 
     def carried(self) -> list[tuple[str, str | None]]:
         """Path and Authorization of every request since the last call."""
-        return [self.requests.get_nowait() for _ in range(self.requests.qsize())]
-
-    def stop(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+        return [self.noted.get_nowait() for _ in range(self.noted.qsize())]
 
 
 @pytest.fixture
 def servers() -> Iterator[tuple[KeyedServer, KeyedServer]]:
-    one, other = KeyedServer(), KeyedServer()
-    yield one, other
-    one.stop()
-    other.stop()
+    with KeyedServer() as one, KeyedServer() as other:
+        yield one, other
 
 
 def look(watch: ServerWatch, *urls: str) -> None:
@@ -131,9 +107,8 @@ def test_another_name_or_port_of_the_same_machine_gets_no_key(
 
 def test_a_redirect_takes_the_key_nowhere(servers: tuple[KeyedServer, KeyedServer]) -> None:
     _, stranger = servers
-    moved = KeyedServer(stranger.url)
-    look(ServerWatch(KEY, frozenset({moved.url})), moved.url)
-    moved.stop()
+    with KeyedServer(stranger.url) as moved:
+        look(ServerWatch(KEY, frozenset({moved.url})), moved.url)
     assert moved.carried()
     assert stranger.carried() == []
 
@@ -159,8 +134,8 @@ def test_a_stranger_that_registers_a_server_gets_no_key(
     service = Service(tmp_path, *flags, environ={"VLLM_API_KEY": KEY}).start()
     service.post("/register", trainer(model="m", inference_servers=[own.url, stranger.url]))
     # The queues end the wait: each server is polled within seconds.
-    assert own.requests.get(timeout=120) == ("/weights", f"Bearer {KEY}")
-    assert [stranger.requests.get(timeout=120) for _ in range(2)] == [
+    assert own.noted.get(timeout=120) == ("/weights", f"Bearer {KEY}")
+    assert [stranger.noted.get(timeout=120) for _ in range(2)] == [
         ("/weights", None),
         ("/bridge/state", None),
     ]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from atroposlib.dashboard.app import make_offline_app
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.page import RunPage
 from atroposlib.dashboard.web.auth import PageAuth
-from tests.atroposlib.dashboard.inference_server import BRIDGE, answering
+from tests.atroposlib.dashboard.inference_server import BRIDGE, answers_at
 from tests.atroposlib.service.conftest import Service, group, trainer
+from tests.http_server import HttpServer
 
 KEY = "correct-horse-battery-staple"
 PROXY = "127.0.0.8"
@@ -46,7 +46,7 @@ NAVIGATION = {
 }
 
 
-class VllmServer:
+class VllmServer(HttpServer):
     """Answers what the page asks a vLLM server."""
 
     def __init__(self) -> None:
@@ -57,13 +57,9 @@ class VllmServer:
             "serving": True,
         }
         self.bridge = dict(BRIDGE)
-        self.http = answering(0, lambda: {"/weights": self.weights, "/bridge/state": self.bridge})
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def stop(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+        super().__init__(
+            answers_at(lambda: {"/weights": self.weights, "/bridge/state": self.bridge})
+        )
 
 
 class Events:
@@ -354,7 +350,7 @@ def test_an_open_page_is_told_what_is_new(keyless: Service, run_folder: Path) ->
         assert again["generation"] != told["generation"]
         server.bridge |= {"failures": 1, "last_error": "a shape differs"}
         assert "a shape differs" in events.next_of_kind("refused_update")["text"]
-        server.stop()
+        server.__exit__()
         events.next_of_kind("server_lost")
         faults = keyless.get("/ui/api/stack")["faults"]
         assert (faults[0]["part"], faults[0]["severity"]) == (f"server {server.url}", "error")
