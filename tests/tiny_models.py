@@ -75,13 +75,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Keys of config.json, by the first part of the configuration class's name."""
 
 
-def make_model(name: str, folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Save a random float32 model. Returns the checkpoint's tensors."""
+def make_model(name: str, folder: Path, seed: int = 0, **keys: Any) -> dict[str, torch.Tensor]:
+    """Save a random float32 model. Returns the checkpoint's tensors.
+
+    Args:
+        keys: of config.json, beside those of the case.
+    """
     import transformers
     from safetensors.torch import load_file
 
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**CONFIGS[name])
+    config = getattr(transformers, f"{name}Config")(**CONFIGS[name] | keys)
     kind = transformers.AutoModelForCausalLM
     if "vision_config" in CONFIGS[name]:
         kind = transformers.AutoModelForImageTextToText

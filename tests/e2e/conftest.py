@@ -76,8 +76,7 @@ def make_tiny_model(folder: Path, seed: int = 0, layers: int = 2) -> Path:
     """A random Qwen3 of 0.4 M parameters with a tokenizer of single bytes, saved as transformers
     saves it.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -94,6 +93,15 @@ def make_tiny_model(folder: Path, seed: int = 0, layers: int = 2) -> Path:
         initializer_range=0.15,
     )
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """Give a model of at least 258 tokens a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     tokenizer = Tokenizer(
@@ -105,7 +113,6 @@ def make_tiny_model(folder: Path, seed: int = 0, layers: int = 2) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(
         folder
     )
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -184,6 +184,8 @@ class Setup(TypedDict):
         handles: of the shared storage; None: it is not shared.
         gpu_uuid: empty on a CPU.
         checksum: of the weights.
+        recomputes: a check brings tensors that vLLM derives from the weights up to date, so that
+            each update needs one before the engine goes on.
     """
 
     manifest: dict[str, Any]
@@ -191,6 +193,7 @@ class Setup(TypedDict):
     gpu_uuid: str
     checksum: str
     replica: NotRequired[int]
+    recomputes: NotRequired[bool]
 
 
 class Room(TypedDict):

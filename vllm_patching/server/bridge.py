@@ -503,6 +503,7 @@ class BridgeController:
         """Another one after each start of the server."""
         self._manifests: list[Manifest] = []
         self._handles: list[dict[str, Any] | None] = []
+        self._recomputes = False
         self._gpu_uuids: list[str] = []
         self._rank_bytes = 0
         self._replicas = 1
@@ -535,6 +536,7 @@ class BridgeController:
         self._manifests = [Manifest.from_json(s["manifest"]) for s in setups]
         self._ranks.count(len(setups), self._replicas)
         self._handles = [s["handles"] for s in setups]
+        self._recomputes = any(s.get("recomputes") for s in setups)
         self._gpu_uuids = [
             s["gpu_uuid"] for s in sorted(of_all, key=lambda setup: setup["replica"])
         ]
@@ -868,6 +870,10 @@ class BridgeController:
                     await self._pause_engine()
                     arrived, resumed_at = await self._checked(
                         BridgeWorker.lockstep_commit, checksums, version
+                    )
+                elif self._recomputes and self.state.mode == "broadcast":
+                    arrived, resumed_at = await self._checked(
+                        BridgeWorker.lockstep_check, checksums, version
                     )
                 self._clock.reach("committed")
                 compare(arrived, checksums, version, "holds after the commit")

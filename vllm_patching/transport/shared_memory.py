@@ -33,9 +33,7 @@ class SharedMemoryError(RuntimeError):
     """The weights could not be put into, or opened from, memory that two processes share."""
 
 
-def export_to_shared_memory(
-    parameters: Mapping[str, torch.nn.Parameter], tag: str
-) -> dict[str, Any]:
+def export_to_shared_memory(parameters: Mapping[str, torch.Tensor], tag: str) -> dict[str, Any]:
     """Move CPU parameters into one file in shared memory, readable and writable by this user alone.
 
     Each parameter keeps its identity, name, shape, dtype and values; only its storage moves.

@@ -9,19 +9,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_patching.compat.cpu_seeds import take_back_cpu_draws
-from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
+from vllm_patching.compat.cpu_weights import keep_cpu_experts_plain, keep_cpu_weights_plain
 from vllm_patching.compat.engine import replica_of
 from vllm_patching.compat.loggers import worker_logger
+from vllm_patching.compat.model_loading import watch_processing
 from vllm_patching.protocol.messages import BridgeWorker, Setup, TurnsWorker
 from vllm_patching.transport.shared_memory import export_cuda_ipc, export_to_shared_memory, gpu_uuid
-from vllm_patching.weights.families import Geometry
-from vllm_patching.worker.parameters import build_manifest, own_parameters, tensor_parallel
+from vllm_patching.worker.model_layout import layout_of, learn_while_loading
+from vllm_patching.worker.parameters import tensor_parallel
 from vllm_patching.worker.receiving import WeightReceiver
 from vllm_patching.worker.turns import TurnsWorkerExtension, prepare_worker
 
 logger = worker_logger("lockstep.worker")
 
 keep_cpu_weights_plain()
+keep_cpu_experts_plain()
+watch_processing(learn_while_loading)
 take_back_cpu_draws()
 prepare_worker()
 
@@ -41,13 +44,13 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
                 into shared memory).
 
         Returns:
-            {"manifest", "handles" or None, "gpu_uuid" or empty, "checksum"}
+            see Setup.
         """
         model = self.get_model()  # type: ignore[attr-defined]  # unwrapped, whatever vLLM has put around it
-        parameters = own_parameters(model)
-        rank, size = tensor_parallel()
-        geometry = Geometry.from_config(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
-        manifest = build_manifest(geometry, parameters, rank, size)
+        config = self.vllm_config.model_config.hf_config  # type: ignore[attr-defined]
+        layout = layout_of(model, config, *tensor_parallel())
+        manifest, parameters = layout.manifest, layout.tensors
+        rank = manifest.tp_rank
         device = next(iter(parameters.values())).device
         handles = None
         if share_storage:
@@ -57,11 +60,13 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
                 handles = export_to_shared_memory(parameters, f"tp{rank}")
         logger.info("[vLLM Patch] ✓ Exported %d params", len(manifest.entries))
         self.lockstep_open(manifest, parameters, replica_of(self.vllm_config), logger)  # type: ignore[attr-defined]
+        self._lockstep_recompute = layout.recompute
         return {
             "manifest": manifest.to_json(),
             "handles": handles,
             "gpu_uuid": gpu_uuid(device),
             "checksum": self.lockstep_check()["checksum"],
+            "recomputes": bool(layout.recompute),
         }
 
 

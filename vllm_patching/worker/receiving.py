@@ -658,6 +658,7 @@ class WeightReceiver:
         layout, num_bytes = flat_layout(manifest)
         live = [(item.name, local_view(item, parameters[item.name].data)) for item in layout]
         self._lockstep_live = [tensor for _, tensor in live]
+        self._lockstep_recompute: Sequence[Callable[[], object]] = ()
         self._lockstep_sums = WeightSums(live)
         self._lockstep_written: torch.cuda.Event | None = None
         self._lockstep_writer = ("", 0.0)
@@ -815,6 +816,9 @@ class WeightReceiver:
         """
         if self._lockstep_device.type == "cuda":
             torch.cuda.synchronize()
+        with torch.no_grad():
+            for compute in self._lockstep_recompute:
+                compute()
         summary = self._lockstep_sums.all()
         self._lockstep_first_step.watch()
         return {

@@ -1,0 +1,71 @@
+"""Models without a row in the table of families: vLLM's layout is learned, transformers trains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from example_trainer.models.hf_checkpoint import load_model
+from tests.conftest import Processes
+from tests.e2e.bridge_helpers import (
+    joined,
+    largest_difference,
+    new_weights,
+)
+from tests.e2e.conftest import BRIDGE_TIMEOUT, save_byte_tokenizer, start_vllm
+from tests.tiny_models import CONFIGS, make_model
+
+pytestmark = pytest.mark.e2e
+
+SERVED = {
+    "vocab_size": 301,
+    "max_position_embeddings": 512,
+    "hidden_size": 128,
+    "eos_token_id": 257,
+}
+HEADS = {
+    "head_dim": 32,  # vLLM's CPU attention has heads of 32 or more
+    "kv_lora_rank": 512,  # and latent attention of these sizes alone
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
+FLAGS = {"DeepseekV3": ("--attention-backend", "CPU_MLA")}
+"""vLLM would choose a backend for bfloat16 on processors that have one."""
+ROUNDING = 2e-4
+"""Latent attention multiplies in another order than transformers."""
+
+
+@pytest.mark.parametrize("name", ["Olmo3", "Mixtral", "DeepseekV3"])
+def test_an_update_arrives_whole(
+    name: str,
+    tmp_path: Path,
+    processes: Processes,
+    free_port: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In both kinds of transfer; the served logprobs are those that transformers computes."""
+    folder = tmp_path / name
+    keys = SERVED | {key: value for key, value in HEADS.items() if key in CONFIGS[name]}
+    make_model(name, folder, **keys)
+    save_byte_tokenizer(folder)
+    flags = ("--bridge-timeout", str(BRIDGE_TIMEOUT), *FLAGS.get(name, ()))
+    server = start_vllm(processes, free_port, folder, tmp_path, flags=flags)
+    assert f"Layout of {name}ForCausalLM learned from vLLM's loader" in server.log
+    derived = re.search(r"Recomputed after each update: \S*W_UV, \S*W_UK_T", server.log)
+    assert bool(derived) == (name == "DeepseekV3")
+    stale = load_model(str(folder), torch.float32)
+    assert largest_difference(server, stale) < ROUNDING
+    for version, kind in ((1, "direct"), (2, "overlapped")):
+        with joined(server, kind, free_port, monkeypatch) as (bridge, model):
+            assert bridge.params_mapped == bridge.params_total
+            report = bridge.sync(version, new_weights(model, version))
+            state = server.state()
+            assert (state["weight_version"], state["state"]) == (version, "serving")
+            assert state["checksums"] == [report.checksum]
+            assert largest_difference(server, model) < ROUNDING
+            assert largest_difference(server, stale) > 0.01, "old weights would be seen"
