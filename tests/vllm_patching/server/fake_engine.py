@@ -65,6 +65,7 @@ class FakeRank:
         self._direct = False
         self._event: Any = None
         self._limit = 0.0
+        self.recomputes, self.derived = False, ""
         self.thread = asyncio.ensure_future(self._updater())
 
     def lockstep_setup(self, share: bool) -> dict[str, Any]:
@@ -77,6 +78,7 @@ class FakeRank:
             "handles": None,
             "gpu_uuid": "",
             "checksum": checksum(self.live),
+            "recomputes": self.recomputes,
         }
 
     def lockstep_room(self) -> dict[str, Any]:
@@ -93,6 +95,7 @@ class FakeRank:
         return ""
 
     def lockstep_check(self) -> dict[str, Any]:
+        self.derived = checksum(self.live)
         return {"tp_rank": self.number, "checksum": checksum(self.live), "not_finite": ""}
 
     async def lockstep_check_written(self) -> dict[str, Any]:

@@ -70,6 +70,17 @@ def test_a_trainer_that_is_stopped_or_killed_anywhere(world: World, kind: str, p
     served_once(world, "direct")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_derived_tensors_are_computed_before_the_engine_goes_on(
+    loop: VirtualLoop, tmp_path: Path, kind: str
+) -> None:
+    world = World(loop, tmp_path, ranks=2)
+    world.server._recomputes = True
+    served_once(world, kind)
+    for rank in world.core.ranks:
+        assert rank.derived == world.server.state.checksums[rank.number]
+
+
 @pytest.mark.parametrize("kind", ["single_copy", "follows"])
 def test_a_late_trainer_keeps_others_out_until_it_is_killed(world: World, kind: str) -> None:
     trainer = served_once(world, kind)

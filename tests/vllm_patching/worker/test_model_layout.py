@@ -1,0 +1,125 @@
+"""A worker's layout: learned around vLLM's processing, or a line that names the obstacle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from vllm_patching.worker.model_layout import layout_of, learn_while_loading
+from vllm_patching.worker.parameters import LayoutError
+
+CONFIG = SimpleNamespace(architectures=["NewForCausalLM"])
+
+
+class Layer(nn.Module):
+    """A matrix, and a hook that keeps its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.transposed = self.weight.detach().t().to(dtype).contiguous()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.layer.weight.data.copy_(tensor)
+
+
+def model_config(folder: Path, **changes: Any) -> SimpleNamespace:
+    fields = {"model": str(folder), "quantization": None, "dtype": torch.float32}
+    return SimpleNamespace(hf_config=CONFIG, **(fields | changes))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file({"layer.weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def loaded(config: SimpleNamespace, process: Callable[[Model], object]) -> Model:
+    model = Model()
+    with learn_while_loading(model, config):
+        process(model)
+    return model
+
+
+def test_derived_tensors_are_recomputed_and_no_part_of_the_manifest(folder: Path) -> None:
+    model = loaded(
+        model_config(folder), lambda m: m.layer.process_weights_after_loading(torch.float32)
+    )
+    layout = layout_of(model, CONFIG, 0, 1)
+    assert [entry.shard.name for entry in layout.manifest.entries] == ["layer.weight"]
+    layout.tensors["layer.weight"].data.mul_(2)
+    for compute in layout.recompute:
+        compute()
+    assert torch.equal(model.layer.transposed, model.layer.weight.data.t())
+
+
+def swap(model: Model) -> None:
+    model.layer.weight.data = model.layer.weight.data.flip(0)
+
+
+def replace(model: Model) -> None:
+    model.layer.weight = nn.Parameter(model.layer.weight.data.t().contiguous())
+
+
+def keep_without_a_hook(model: Model) -> None:
+    model.register_buffer("table", torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("process", "reason"),
+    [
+        (swap, r"vLLM stores 1 parameters otherwise than it loads them \(layer.weight\)"),
+        (replace, r"vLLM stores 1 parameters otherwise than it loads them \(layer.weight\)"),
+        (keep_without_a_hook, "table is derived from the weights, and nothing can recompute it"),
+    ],
+)
+def test_a_processing_that_an_update_would_miss_is_refused(
+    folder: Path, process: Callable[[Model], object], reason: str
+) -> None:
+    model = loaded(model_config(folder), process)
+    with pytest.raises(LayoutError, match=f"^NewForCausalLM cannot be updated: {reason}$"):
+        layout_of(model, CONFIG, 0, 1)
+
+
+def test_a_quantised_model_is_refused(folder: Path) -> None:
+    model = loaded(model_config(folder, quantization="fp8"), lambda m: None)
+    with pytest.raises(LayoutError, match=r"are quantised \(fp8\); serve the unquantised check"):
+        layout_of(model, CONFIG, 0, 1)
+
+
+def test_a_checkpoint_without_names_is_refused(tmp_path: Path) -> None:
+    model = loaded(model_config(tmp_path), lambda m: None)
+    with pytest.raises(LayoutError, match=r"has no \*\.safetensors, whose names"):
+        layout_of(model, CONFIG, 0, 1)
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    model = loaded(model_config(tmp_path), lambda m: None)
+    with pytest.raises(LayoutError, match="a safetensors file cannot be read"):
+        layout_of(model, CONFIG, 0, 1)
+
+
+def test_a_stored_dtype_that_is_quantised_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    model = loaded(model_config(tmp_path), lambda m: None)
+    with pytest.raises(LayoutError, match="the checkpoint has tensors of I8; supported: F32,"):
+        layout_of(model, CONFIG, 0, 1)
+
+
+def test_a_loader_that_was_not_seen_is_named() -> None:
+    with pytest.raises(LayoutError, match="start the server with --load-format auto"):
+        layout_of(Model(), CONFIG, 0, 1)
