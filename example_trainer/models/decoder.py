@@ -199,6 +199,12 @@ class Attention(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if blueprint.has(f"{path}.q_norm.weight"):
+            if blueprint.geometry.family.joint_qk_norm and self.split.size > 1:
+                raise ModelError(
+                    f"{blueprint.geometry.architecture} normalises queries over all heads, which a "
+                    f"trainer split over {self.split.size} ranks does not have; train on one GPU "
+                    "or without --single-copy"
+                )
             self.q_norm = blueprint.norm(f"{path}.q_norm")
             self.k_norm = blueprint.norm(f"{path}.k_norm")
         self.q_size = self.o_proj.weight.shape[1]

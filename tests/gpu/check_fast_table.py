@@ -358,6 +358,7 @@ def model_checks() -> Checks:
         "biases, untied, width 128": geometry(**llama, head_dim=128, num_kv_heads=1),
         "windows in two of four layers": geometry(windows=(100, None, 33, None)),
         "Phi 3, two thirds rotated": geometry(architecture="Phi3ForCausalLM", **phi),
+        "OLMo 2": geometry(architecture="Olmo2ForCausalLM"),
         "GLM 4": geometry(architecture="Glm4ForCausalLM", **llama, partial_rotary_factor=0.5),
     }
     found: Checks = {}

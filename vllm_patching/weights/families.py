@@ -75,6 +75,8 @@ class Family:
         qkv_bias, o_bias, mlp_bias: whether these linear layers have a bias, or the key of
             config.json that decides.
         qk_norm: queries and keys are normalised, head by head.
+        joint_qk_norm: they are normalised over all heads.
+        no_determinism: the reason why the family has no deterministic mode; empty: it has one.
         fused: parameters that the checkpoint stores as one tensor, and not projection by projection.
         interleaved: neighbours (2i, 2i + 1) of a head are rotated, and not (i, i + half).
         windowed: the rule for layers with a sliding window, where config.json has no `layer_types`;
@@ -88,6 +90,8 @@ class Family:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    no_determinism: str = ""
     fused: tuple[str, ...] = ()
     interleaved: bool = False
     windowed: LayerType | None = None
@@ -130,6 +134,18 @@ FAMILIES = {
             "MistralForCausalLM",
             windowed=_window_everywhere,
             defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+        Family(
+            "Olmo2ForCausalLM",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            joint_qk_norm=True,
+            no_determinism="OLMo 2, which vLLM runs through transformers,",
+            layer=(
+                Block("attention", "self_attn", norm_after="post_attention_layernorm"),
+                Block("gated_mlp", "mlp", norm_after="post_feedforward_layernorm"),
+            ),
         ),
         Family(
             "Phi3ForCausalLM",
@@ -236,6 +252,8 @@ class Geometry:
     @property
     def inexact(self) -> str:
         """The part of the model that has no deterministic mode; empty: all of it has one."""
+        if self.family.no_determinism:
+            return self.family.no_determinism
         if self.rope_scaling is not None:
             return f"rope scaling {self.rope_scaling.kind!r}"
         return "sliding-window attention" if self.windows else ""
@@ -586,8 +604,11 @@ def _attention(path: str, g: Geometry) -> Iterator[Parameter]:
     yield from _linear(path, "qkv_proj", qkv, g, g.qkv_bias)
     yield from _linear_over_columns(path, "o_proj", g.hidden_size, g.q_size, g.o_bias)
     if g.qk_norm:
-        for norm in ("q_norm", "k_norm"):
-            yield _one(f"{path}.{norm}.weight", (g.head_dim,), partial=True)
+        sizes = (g.head_dim, g.head_dim)
+        if g.family.joint_qk_norm:
+            sizes = (g.q_size, g.kv_size)
+        for norm, size in zip(("q_norm", "k_norm"), sizes, strict=True):
+            yield _one(f"{path}.{norm}.weight", (size,), partial=True)
 
 
 def _gated_mlp(path: str, g: Geometry) -> Iterator[Parameter]:

@@ -217,6 +217,8 @@ def heads(
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See Operations.heads."""
+    if norms is not None and len(norms[0]) != head_dim:
+        qkv, norms = _normed_jointly(qkv, norms, eps, totals), None
     q_weight, k_weight = norms or (None, None)
     q, k, v = _Heads.apply(
         qkv,
@@ -231,6 +233,22 @@ def heads(
         interleaved,
     )
     return q, k, v
+
+
+def _normed_jointly(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    totals: tuple[Total | None, Total | None],
+) -> Tensor:
+    """qkv with queries normalised over all heads, and keys."""
+    sizes = [len(norms[0]), len(norms[1])]
+    q, k, v = qkv.split([*sizes, qkv.shape[1] - sum(sizes)], dim=-1)
+    q, k = (
+        rms_norm(part, weight, eps, total=total)
+        for part, weight, total in zip((q, k), norms, totals, strict=True)
+    )
+    return torch.cat((q, k, v), dim=-1)
 
 
 class _SeenKeys(torch.autograd.Function):

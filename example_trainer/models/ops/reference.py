@@ -172,12 +172,13 @@ def heads(
     """See Operations.heads."""
     kv_size = kv_heads * head_dim
     parts = qkv.split([qkv.shape[1] - 2 * kv_size, kv_size, kv_size], dim=-1)
-    q, k, v = (part.view(len(qkv), -1, head_dim) for part in parts)
+    q, k, v = parts
     if norms is not None:
-        q, k = (
-            rms_norm(q, norms[0], eps, packing, totals[0]),
-            rms_norm(k, norms[1], eps, packing, totals[1]),
-        )
+        # Rows as long as the weight: heads, or all of them.
+        q, k = (part.unflatten(1, (-1, len(w))) for part, w in zip((q, k), norms, strict=True))
+        q = rms_norm(q, norms[0], eps, packing, totals[0])
+        k = rms_norm(k, norms[1], eps, packing, totals[1])
+    q, k, v = (part.reshape(len(qkv), -1, head_dim) for part in (q, k, v))
     cos, sin = rotary[packing.positions].unsqueeze(1).chunk(2, dim=-1)
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved), v
 

@@ -85,9 +85,10 @@ class Operations(Protocol):
         """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] of qkv
         [tokens, all three].
 
-        Queries and keys are normalised head by head if there are `norms` (the two weights
-        [head_dim]), then pairs (i, i + rotary_dim/2) are rotated by their positions (RoFormer,
-        arXiv:2104.09864). Dimensions of a head behind rotary_dim stay as they are.
+        Queries and keys are normalised if there are `norms`: head by head by weights [head_dim], or
+        all heads at once by weights of all their dimensions. Then pairs (i, i + rotary_dim/2) are
+        rotated by their positions (RoFormer, arXiv:2104.09864). Dimensions of a head behind
+        rotary_dim stay as they are.
 
         Args:
             rotary: [positions, rotary_dim], cosines then sines, in the model's dtype.

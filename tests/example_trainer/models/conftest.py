@@ -122,6 +122,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN_ROPE | {"rope_type": "default", "partial_rotary_factor": 0.75},
         },
     ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-biases-yarn": (
+        "Olmo2",
+        {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN_ROPE},
+    ),
     "phi3-window": ("Phi3", {"sliding_window": 37}),
     "llama-biases": (
         "Llama",

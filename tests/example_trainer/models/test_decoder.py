@@ -7,10 +7,12 @@ import torch
 
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ModelError
-from example_trainer.models import load_model
+from example_trainer.models import Decoder, load_model
 from example_trainer.models.hf_checkpoint import read_geometry
 from example_trainer.models.packing import Packing
+from example_trainer.models.split import Split
 from tests.example_trainer.models.conftest import CASES, MakeCheckpoint
+from tests.geometries import geometry_of
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,6 +104,12 @@ def test_a_sequence_beyond_the_last_position_is_refused(make_checkpoint: MakeChe
         ModelError, match=r"257 tokens exceeds the model's 256 positions; lower --seq-len"
     ):
         model(torch.zeros(257, dtype=torch.long), Packing([200, 57], parents=[-1, 0]))
+
+
+def test_joint_norms_of_queries_are_refused_on_split_ranks() -> None:
+    geometry = geometry_of("Olmo2", 1, 8, 6, 4, 2, 2, 10)
+    with pytest.raises(ModelError, match=r"split over 2 ranks .* or without --single-copy"):
+        Decoder(geometry, torch.float32, split=Split(0, 2))
 
 
 def test_bfloat16_stays_close_to_float32(make_checkpoint: MakeCheckpoint) -> None:

@@ -19,6 +19,8 @@ from transformers import (
     Glm4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -56,6 +58,7 @@ FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "glm4": lambda: Glm4ForCausalLM(Glm4Config(**SIZES, **NO_SPECIAL_TOKENS, head_dim=8)),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES, **NO_SPECIAL_TOKENS)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, **NO_SPECIAL_TOKENS)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
 }
