@@ -36,12 +36,12 @@ def make_importable(folders: Iterable[Path]) -> None:
 
 
 def is_import(name: str) -> bool:
-    """Whether a name is a `module:function` of the user's."""
+    """Return True if a name is a `module:function` of the user's."""
     return ":" in name
 
 
 def built_in(flag: str, name: str, known: Mapping[str, Thing]) -> Thing:
-    """What a word stands for.
+    """Return the meaning of a word.
 
     Raises:
         ConfigError: nothing; the nearest one is named.
