@@ -56,7 +56,7 @@ from atroposlib.sandbox import (
 )
 from atroposlib.sandbox.contract import Verdict, verdict
 from atroposlib.type_definitions import Message
-from atroposlib.utils.jsonl import read_model, rows_of_file, train_and_test, usable_rows
+from atroposlib.utils.jsonl import read_model, train_and_test
 from environments.common import held_out_count, question_messages
 
 _FENCE = re.compile(
@@ -514,16 +514,6 @@ def read_problem(row: Any) -> CodeProblem:
     return CodeProblem(read.question, read.function, calls, read.reference)
 
 
-def read_rows(path: Path) -> tuple[list[CodeProblem], list[str]]:
-    """Return the problems of a file, and place and fault of each row that is not one.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
-    rows = usable_rows(rows_of_file(path), read_problem)
-    return rows.good, rows.faults
-
-
 def calls_of(problem: CodeProblem) -> tuple[Sequence[Sequence[Any]], list[Any]]:
     """Arguments and expected values of the calls that decide."""
     return [call.arguments for call in problem.hidden], [call.expected for call in problem.hidden]
@@ -623,17 +613,11 @@ class CodeEnv(SingleTurnEnv):
         self.test: list[CodeProblem] = []
         if self.config.dataset_path:
             path = Path(self.config.dataset_path)
-            train, self.test = await asyncio.to_thread(self.load, path)
+            train, self.test = await asyncio.to_thread(
+                train_and_test, path, read_problem, "problems", self.drops.add
+            )
             random.Random(self.config.seed).shuffle(train)
             self.problems = itertools.cycle(train)
-
-    def load(self, path: Path) -> tuple[list[CodeProblem], list[CodeProblem]]:
-        """Return problems to train on and to evaluate with. Other rows are counted and left out.
-
-        Raises:
-            UsageError: a file cannot be read, or has no problem.
-        """
-        return train_and_test(path, read_problem, "problems", self.drops.add)
 
     async def get_next_item(self) -> CodeProblem:
         return next(self.problems)

@@ -169,20 +169,14 @@ class JudgeEnv(RowsEnv):
         train, self.test = made_prompts()
         if self.config.dataset_path:
             path = Path(self.config.dataset_path)
-            train, self.test = await asyncio.to_thread(self.load, path)
+            train, self.test = await asyncio.to_thread(
+                train_and_test, path, read_prompt, "prompts", self.drops.add
+            )
         random.Random(self.config.seed).shuffle(train)
         self.train = train
         if self.config.judge_url and self.judge is None:
             self.judge = JudgeServer(self.config)
             self.server.beside.append(self.judge)
-
-    def load(self, path: Path) -> tuple[list[Prompt], list[Prompt]]:
-        """Return prompts to train on and to evaluate with. Other rows are counted and left out.
-
-        Raises:
-            UsageError: a file cannot be read, or has no prompt.
-        """
-        return train_and_test(path, read_prompt, "prompts", self.drops.add)
 
     def messages(self, problem: Prompt) -> list[Message]:
         return [{"role": "user", "content": problem.text}]

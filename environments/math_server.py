@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from statistics import fmean
@@ -31,7 +31,7 @@ from atroposlib.envs.graded import Attempt, oldest_version
 from atroposlib.envs.single_turn import Grade, Response
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.type_definitions import Message
-from atroposlib.utils.jsonl import ENDINGS, BadRow, Row, rows_of_file, usable_rows
+from atroposlib.utils.jsonl import ENDINGS, BadRow, Row, Rows, rows_of_file, usable_rows
 from atroposlib.utils.math_scoring import (
     MathScorer,
     as_number,
@@ -61,21 +61,6 @@ class Columns:
 
     question: str | None = None
     answer: str | None = None
-
-
-@dataclass
-class Questions:
-    """The questions that were read.
-
-    Attributes:
-        questions: in the order of the rows.
-        incomplete: number of rows without a question or without an answer.
-        first: the first of these, and its fault.
-    """
-
-    questions: list[Question] = field(default_factory=list)
-    incomplete: int = 0
-    first: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,7 +164,7 @@ def _column(row: dict[str, Any], what: str, given: str | None, usual: Sequence[s
     return name
 
 
-def gather(rows: Iterable[Row], columns: Columns, source: str) -> Questions:
+def gather(rows: Iterable[Row], columns: Columns, source: str) -> Rows[Question]:
     """Return the questions of rows. Rows without a question or an answer are counted and never
     asked.
 
@@ -187,15 +172,12 @@ def gather(rows: Iterable[Row], columns: Columns, source: str) -> Questions:
         UsageError: no row has both.
     """
     read = usable_rows(rows, lambda row: read_question(row, columns))
-    first = read.faults[0] if read.faults else ""
     if not read.good:
-        raise UsageError(
-            f"{source} has no question with an answer" + (f" ({first})" if first else "")
-        )
-    return Questions(read.good, len(read.faults), first)
+        raise UsageError("; ".join([f"{source} has no question with an answer", *read.faults[:1]]))
+    return read
 
 
-def read_file(path: Path, columns: Columns = Columns()) -> Questions:
+def read_file(path: Path, columns: Columns = Columns()) -> Rows[Question]:
     """Return all questions of a file: `.jsonl`, `.json` (a list) or `.parquet`.
 
     Raises:
@@ -211,7 +193,9 @@ def file_named(folder: Path, name: str) -> Path | None:
     )
 
 
-def load_from_path(path: Path, columns: Columns = Columns()) -> tuple[Questions, Questions]:
+def load_from_path(
+    path: Path, columns: Columns = Columns()
+) -> tuple[Rows[Question], Rows[Question]]:
     """Train and test questions from a folder with a train and a test file, or both from one file.
 
     Raises:
@@ -236,7 +220,7 @@ def load_from_hub(
     splits: Sequence[str],
     columns: Columns = Columns(),
     remedy: str = "pass --env.dataset_path with a folder that holds train.jsonl and test.jsonl",
-) -> list[Questions]:
+) -> list[Rows[Question]]:
     """Splits of a dataset on the hub, or in its cache on this machine.
 
     Raises:
@@ -262,7 +246,7 @@ def load_from_hub(
     ]
 
 
-def load_suite(name: str, folder: Path | None) -> Questions:
+def load_suite(name: str, folder: Path | None) -> Rows[Question]:
     """A suite from the folder, or from the hub if there is no folder.
 
     Raises:
@@ -421,15 +405,15 @@ class MathEnv(RowsEnv):
         self.suites: dict[str, list[Question]] = {}
         for name in self.config.eval_suites:
             read = await asyncio.to_thread(load_suite, name, folder)
-            self.leave_out(read, f"the suite {name}")
-            if len(read.questions) != SUITES[name].size:
+            read.report_faults(f"the suite {name}", self.drops.add)
+            if len(read.good) != SUITES[name].size:
                 logger.warning(
                     "the suite %s has %d questions, not the usual %d",
                     name,
-                    len(read.questions),
+                    len(read.good),
                     SUITES[name].size,
                 )
-            self.suites[name] = read.questions
+            self.suites[name] = read.good
         evaluated = {q.question for suite in self.suites.values() for q in suite}
         # A user who names one file for both wants to train on the questions that are evaluated.
         if test is not train:
@@ -464,27 +448,11 @@ class MathEnv(RowsEnv):
                 "no questions: pass --env.dataset_path, --env.dataset or, to evaluate, "
                 "--env.eval_suites"
             )
-        self.leave_out(train, "the training set")
+        train.report_faults("the training set", self.drops.add)
         if test is train:
-            return train.questions, train.questions
-        self.leave_out(test, "the test set")
-        return train.questions, test.questions
-
-    def leave_out(self, read: Questions, what: str) -> None:
-        """Count the rows that were left out, and say once for each source how many, and what is
-        wrong with the first.
-        """
-        if read.incomplete:
-            self.drops.add("bad_rows", read.incomplete)
-            total = read.incomplete + len(read.questions)
-            logger.warning(
-                "%d of %d rows of %s have no question or no answer and are never asked, mend or "
-                "remove them; the first: %s",
-                read.incomplete,
-                total,
-                what,
-                read.first,
-            )
+            return train.good, train.good
+        test.report_faults("the test set", self.drops.add)
+        return train.good, test.good
 
     async def item_at(self, number: int) -> Question:
         """Return a question by its number.

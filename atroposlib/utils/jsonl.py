@@ -495,6 +495,23 @@ class Rows(Generic[T]):
     good: list[T] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
+    def report_faults(self, what: str, count: Callable[[str, int], None]) -> None:
+        """Count the other rows, and log how many there are and the first of them.
+
+        Args:
+            what: name of the rows.
+            count: adds a number of rows that were left out to a counter, given by its name.
+        """
+        if self.faults:
+            count("bad_rows", len(self.faults))
+            logger.warning(
+                "%d of %d rows of %s are left out, mend or remove them; the first: %s",
+                len(self.faults),
+                len(self.faults) + len(self.good),
+                what,
+                self.faults[0],
+            )
+
 
 def usable_rows(rows: Iterable[Row], read: Callable[[Any], T]) -> Rows[T]:
     """Read every row with a function that raises BadRow for those that it cannot use."""
@@ -520,7 +537,7 @@ def train_and_test(
         path: a folder or a file.
         read: returns the item of a row, or raises BadRow.
         items: their name in messages, such as "problems".
-        count: adds a number of rows that were left out to a counter, given by its name.
+        count: see `Rows.report_faults`.
 
     Raises:
         UsageError: a file cannot be read, or has no item.
@@ -531,15 +548,7 @@ def train_and_test(
         if not rows.good:
             reasons = "; ".join([f"{file} has no {items}", *rows.faults[:1]])
             raise UsageError(f"--env.dataset_path: {reasons}")
-        if rows.faults:
-            count("bad_rows", len(rows.faults))
-            total = len(rows.faults) + len(rows.good)
-            logger.warning(
-                "%d of %d rows are left out, mend or remove them; the first: %s",
-                len(rows.faults),
-                total,
-                rows.faults[0],
-            )
+        rows.report_faults(str(file), count)
         both.append(rows.good)
     return both[0], list(both[-1])
 

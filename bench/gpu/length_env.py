@@ -31,7 +31,7 @@ class LengthEnv(SingleTurnEnv):
     config: LengthConfig
 
     async def setup(self) -> None:
-        self.questions = read_file(Path(self.config.questions)).questions
+        self.questions = read_file(Path(self.config.questions)).good
         self.position = 0
 
     async def get_next_item(self) -> Question:

@@ -175,10 +175,10 @@ def test_the_command_turns_a_csv_into_questions(folder: Path) -> None:
     (command,) = (line for line in command_lines(PAGE) if line.startswith("python3 -c "))
     subprocess.run(["bash", "-c", command], cwd=folder, check=True, timeout=60)
     train, _ = load_from_path(folder / "questions.jsonl")
-    assert [(one.question, one.gold) for one in train.questions] == [
+    assert [(one.question, one.gold) for one in train.good] == [
         ('What is "half" of ten,\nplus one?', "6"), ("How many legs has a spider?", "8"),
     ]  # fmt: skip
-    assert train.incomplete == 0
+    assert train.faults == []
 
 
 def imported(file: Path) -> ModuleType:

@@ -14,7 +14,15 @@ import pytest
 from atroposlib.envs.single_turn import Grade, Response
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.sandbox import Limits, Outcome, Program, SandboxBroken, SandboxUnavailable
-from environments.code_server import Call, CodeEnv, CodeProblem, make_sandbox, program_in
+from atroposlib.utils.jsonl import train_and_test
+from environments.code_server import (
+    Call,
+    CodeEnv,
+    CodeProblem,
+    make_sandbox,
+    program_in,
+    read_problem,
+)
 from tests.atroposlib.envs.env_stack import Stack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,10 +155,11 @@ def test_rows_without_an_answer_are_left_out_and_counted(
         UsageError,
         match=r"test.jsonl has no problems; .*line 1: 'tests\.0\.expected': field required",
     ):
-        env.load(tmp_path)
+        train_and_test(tmp_path, read_problem, "problems", env.drops.add)
     assert env.drops.metrics()["train/dropped_bad_rows"] == 2
-    assert "2 of 3 rows are left out, mend or remove them; the first: " in caplog.text
-    assert [problem.question for problem in env.load(tmp_path / "train.jsonl")[1]] == ["Add one."]
+    assert "train.jsonl are left out, mend or remove them; the first: " in caplog.text
+    _, twice = train_and_test(tmp_path / "train.jsonl", read_problem, "problems", env.drops.add)
+    assert [problem.question for problem in twice] == ["Add one."]
 
 
 @pytest.mark.e2e

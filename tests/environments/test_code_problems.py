@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from atroposlib.sandbox import LocalSandbox, Outcome, Program
 from atroposlib.sandbox.contract import verdict
-from atroposlib.utils.jsonl import BadRow
+from atroposlib.utils.jsonl import BadRow, rows_of_file, usable_rows
 from environments.code_server import (
     EXAMPLES,
     HIDDEN,
@@ -26,7 +26,6 @@ from environments.code_server import (
     held_out_problems,
     is_held_out,
     read_problem,
-    read_rows,
     training_problems,
 )
 
@@ -129,7 +128,7 @@ def test_rows_that_are_no_problems_are_counted_and_named(tmp_path: Path) -> None
     path.write_text(
         "\n".join([json.dumps(GOOD), "", "{oops", *(json.dumps(row) for row, _ in bad)])
     )
-    problems, wrong = read_rows(path)
-    assert problems == [CodeProblem("q", "f", read_problem(GOOD).hidden)]
-    assert len(wrong) == len(bad) + 1
-    assert wrong[0].startswith(f"{path}, line 3: not JSON")
+    rows = usable_rows(rows_of_file(path), read_problem)
+    assert rows.good == [CodeProblem("q", "f", read_problem(GOOD).hidden)]
+    assert len(rows.faults) == len(bad) + 1
+    assert rows.faults[0].startswith(f"{path}, line 3: not JSON")

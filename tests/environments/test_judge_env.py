@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from atroposlib.envs.single_turn import Response
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference.chat_template import harmless
-from atroposlib.utils.jsonl import BadRow
+from atroposlib.utils.jsonl import BadRow, train_and_test
 from environments.judge_server import (
     HELD_OUT_TOPICS,
     JudgeEnv,
@@ -264,10 +264,13 @@ def test_prompts_are_read_and_held_out(env: JudgeEnv, tmp_path: Path) -> None:
         with pytest.raises(BadRow, match=fault):
             read_prompt(row)
     (tmp_path / "p.jsonl").write_text('{"prompt": "p"}\n\n{"prompt": ""}\n')
-    assert env.load(tmp_path / "p.jsonl") == ([Prompt("p")], [Prompt("p")])
+    assert train_and_test(tmp_path / "p.jsonl", read_prompt, "prompts", env.drops.add) == (
+        [Prompt("p")],
+        [Prompt("p")],
+    )
     assert env.drops.metrics()["train/dropped_bad_rows"] == 1
     with pytest.raises(UsageError, match="cannot read"):
-        env.load(tmp_path / "nothing.jsonl")
+        train_and_test(tmp_path / "nothing.jsonl", read_prompt, "prompts", env.drops.add)
     train, test = made_prompts()
     assert len({prompt.text for prompt in train}) == len(train) > 300
     assert not any(

@@ -102,18 +102,18 @@ def test_rows_without_an_answer_are_counted_and_never_asked(tmp_path: Path, endi
             json.dumps(rows) if ending == "json" else "\n\n".join(map(json.dumps, rows))
         )
     read = read_file(path)
-    assert read.questions == [Question("Two and two?", "4"), Question("b", "7")]
-    assert read.incomplete == 2
-    assert read.first.startswith(str(path))
-    assert "'answer' holds no answer: None" in read.first
+    assert read.good == [Question("Two and two?", "4"), Question("b", "7")]
+    assert len(read.faults) == 2
+    assert read.faults[0].startswith(str(path))
+    assert "'answer' holds no answer: None" in read.faults[0]
 
 
 def test_columns_go_by_name_or_are_the_usual_ones(tmp_path: Path) -> None:
     path = write(
         tmp_path / "x.jsonl", {"problem": "p", "text": "t", "solution": r"so \boxed{1}", "level": 3}
     )
-    assert read_file(path).questions == [Question("p", "1")]
-    assert read_file(path, Columns("text", "level")).questions == [Question("t", "3")]
+    assert read_file(path).good == [Question("p", "1")]
+    assert read_file(path, Columns("text", "level")).good == [Question("t", "3")]
     with pytest.raises(
         UsageError,
         match=r"line 1: no column 'txt'; it has problem, text, .*: name it with --env\.question_column",
@@ -123,13 +123,13 @@ def test_columns_go_by_name_or_are_the_usual_ones(tmp_path: Path) -> None:
     merged = {"question": None, "problem": "p", "answer": "", "solution": r"so \boxed{1}"}
     assert read_file(
         write(tmp_path / "m.jsonl", merged, {"problem": "\ud800", "answer": "1"})
-    ).questions == [Question("p", "1")]
+    ).good == [Question("p", "1")]
     with pytest.raises(
         UsageError, match=r"no column answer or .*: name it with --env\.answer_column"
     ):
         read_file(write(tmp_path / "y.jsonl", {"question": "q"}))
     with pytest.raises(
-        UsageError, match=r"has no question with an answer .*'solution' holds no answer"
+        UsageError, match=r"has no question with an answer; .*'solution' holds no answer"
     ):
         read_file(write(tmp_path / "z.jsonl", {"question": "q", "solution": "it is clear"}))
 
@@ -142,9 +142,9 @@ def test_a_broken_line_is_counted_and_named_with_its_file(
     tmp_path: Path, line: str, message: str
 ) -> None:
     read = read_file(write(tmp_path / "train.jsonl", GOOD, line, GOOD))
-    assert (len(read.questions), read.incomplete) == (2, 1)
-    assert read.first.startswith(f"{tmp_path / 'train.jsonl'}, {message}")
-    assert "\n" not in read.first
+    assert (len(read.good), len(read.faults)) == (2, 1)
+    assert read.faults[0].startswith(f"{tmp_path / 'train.jsonl'}, {message}")
+    assert "\n" not in read.faults[0]
 
 
 def test_shapes_of_other_trainers_are_named(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_suite_that_is_not_there_says_which_file_to_put_where(
     ):
         assert part in str(refusal.value)
     write(tmp_path / "aime25.jsonl", {"problem": "p", "answer": 70})
-    assert load_suite("aime25", tmp_path).questions == [Question("p", "70")]
+    assert load_suite("aime25", tmp_path).good == [Question("p", "70")]
     datasets = pytest.importorskip("datasets")
 
     def unreachable(*_: object, **__: object) -> None:
@@ -272,7 +272,7 @@ async def test_what_is_measured_is_not_trained_on(
         await made.setup()
     assert sorted(question.question for question in made.train) == ["q2", "q3", "q4", "q5"]
     assert "2 training questions are also in what is evaluated" in caplog.text
-    assert "1 of 7 rows of the training set have no question or no answer" in caplog.text
+    assert "1 of 7 rows of the training set are left out" in caplog.text
     assert made.drops.metrics()["train/dropped_bad_rows"] == 1
     assert "the suite aime24 has 1 questions, not the usual 30" in caplog.text
     assert [await made.item_at(n) for n in range(4)] == [
@@ -298,13 +298,10 @@ def test_rows_that_are_left_out_are_counted_and_told_with_the_first(
     env: Gsm8kEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [GOOD, *[{"question": "q", "answer": None}] * 2]
-    env.leave_out(read_file(write(tmp_path / "x.jsonl", *rows)), "the training set")
+    read_file(write(tmp_path / "x.jsonl", *rows)).report_faults("the training set", env.drops.add)
     assert env.drops.metrics()["train/dropped_bad_rows"] == 2
     (line,) = [record.getMessage() for record in caplog.records]
-    assert (
-        "2 of 3 rows of the training set have no question or no answer and are never asked, mend or remove them"
-        in line
-    )
+    assert "2 of 3 rows of the training set are left out, mend or remove them" in line
     assert "x.jsonl" in line
 
 
@@ -336,11 +333,9 @@ def test_length_costs_only_where_every_answer_is_right(env: Gsm8kEnv) -> None:
 @needs_data
 def test_every_gold_answer_of_the_real_data_is_a_number_that_scores(env: Gsm8kEnv) -> None:
     train, test = load_from_path(DATA)
-    assert (len(train.questions), len(test.questions)) == (7473, 1319)
-    assert train.incomplete == test.incomplete == 0
-    assert all(
-        as_number(question.gold) is not None for question in train.questions + test.questions
-    )
+    assert (len(train.good), len(test.good)) == (7473, 1319)
+    assert train.faults == test.faults == []
+    assert all(as_number(question.gold) is not None for question in train.good + test.good)
 
 
 @pytest.mark.e2e

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,17 +73,6 @@ class Settings:
     more: dict[str, Servers] = field(default_factory=dict)
 
 
-@dataclass
-class Given:
-    """The user's settings, by namespace. Values from flags are still text."""
-
-    env: dict[str, Any] = field(default_factory=dict)
-    openai: dict[str, Any] = field(default_factory=dict)
-    manager: dict[str, Any] = field(default_factory=dict)
-    more: dict[str, dict[str, Any]] = field(default_factory=dict)
-    config: str | None = None
-
-
 def models_of(env_cls: type[BaseModel], more: Iterable[str] = ()) -> dict[str, type[BaseModel]]:
     """Return the settings of each namespace. `more`: namespaces of servers beside `openai`."""
     return {
@@ -128,31 +118,35 @@ def flag_parser(
     return parser
 
 
+Given = Mapping[str, dict[str, Any]]
+"""The user's flags by namespace. Values are still text."""
+
+
 def parse_flags(arguments: list[str], env_cls: type[BaseModel], more: Iterable[str] = ()) -> Given:
     """Read `--env.group_size 8`, `--env.group_size=8` and, for booleans, a bare `--env.use_wandb`.
 
     Dashes and underscores in names are the same. The word None stands for no value.
 
+    Returns:
+        The server manager's settings and `config` have an empty namespace.
+
     Raises:
         UsageError: an unknown flag (with the nearest known one), a stray word, or a missing value.
     """
-    given = Given(more={namespace: {} for namespace in more})
-    by_namespace = {ENV_NAMESPACE: given.env, OPENAI_NAMESPACE: given.openai, "": given.manager}
-    by_namespace |= given.more
-    values, rest = flag_parser(env_cls, given.more).parse_known_args(map(underscored, arguments))
+    more = list(more)
+    values, rest = flag_parser(env_cls, more).parse_known_args(map(underscored, arguments))
     if rest:
         flag = rest[0].partition("=")[0]
         if not flag.startswith("--"):
             raise UsageError(
                 f"{flag!r} is neither a command (serve, process, evaluate) nor the value of a flag"
             )
-        known = flag_names(env_cls, given.more)
-        near = nearest(flag.removeprefix("--"), known, "--")
+        near = nearest(flag.removeprefix("--"), flag_names(env_cls, more), "--")
         raise UsageError(f"unknown flag {flag}{near}; --help lists all flags")
+    given: dict[str, dict[str, Any]] = defaultdict(dict)
     for flag, value in vars(values).items():
         namespace, _, name = flag.rpartition(NAMESPACE_SEP)
-        by_namespace[namespace][name] = None if value == "None" else value
-    given.config = given.manager.pop("config")
+        given[namespace][name] = None if value == "None" else value
     return given
 
 
@@ -303,23 +297,27 @@ def merge(
     content, yaml_env, yaml_manager = yaml_tables(yaml_content, type(default_env), more)
     env = validated(
         type(default_env),
-        all_settings(default_env) | dict(overrides or {}) | yaml_env | given.env,
+        all_settings(default_env) | dict(overrides or {}) | yaml_env | given.get(ENV_NAMESPACE, {}),
         ENV_NAMESPACE,
     )
     servers = merged_servers(
-        default_servers, content.get(OPENAI_NAMESPACE), given.openai, OPENAI_NAMESPACE
+        default_servers,
+        content.get(OPENAI_NAMESPACE),
+        given.get(OPENAI_NAMESPACE, {}),
+        OPENAI_NAMESPACE,
     )
     beside = {
         namespace: merged_servers(
             default or APIServerConfig(),
             content.get(namespace),
-            given.more.get(namespace, {}),
+            given.get(namespace, {}),
             namespace,
         )
         for namespace, default in more.items()
-        if default is not None or content.get(namespace) or given.more.get(namespace)
+        if default is not None or content.get(namespace) or given.get(namespace)
     }
-    manager = validated(ServerManagerConfig, yaml_manager | given.manager, SERVER_MANAGER_NAMESPACE)
+    flags = {name: value for name, value in given.get("", {}).items() if name != "config"}
+    manager = validated(ServerManagerConfig, yaml_manager | flags, SERVER_MANAGER_NAMESPACE)
     return Settings(env=env, servers=servers, manager=manager, more=beside)
 
 
@@ -436,7 +434,8 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
             raise UsageError(trouble)
         more = more_servers(env_cls)
         given = parse_flags(arguments, type(default_env), more)
-        yaml_content = read_config(given.config) if given.config else {}
+        config = given[""]["config"]
+        yaml_content = read_config(config) if config else {}
         overrides = command_defaults(command, env_cls, default_env)
         settings = merge(default_env, default_servers, given, yaml_content, overrides, more)
         return asyncio.run(run_until_stopped(start(env_cls, command, settings)))

@@ -15,11 +15,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from atroposlib.envs.config import EvalHandlingEnum
+from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.runner.exact_resume import ItemPosition, ResumeWindow, current_item
 from atroposlib.envs.runner.state import Author, Connections, RunningItem, RunState, label_of
 from atroposlib.errors import EnvironmentFailure, NoRoom, RolloutFailure, UsageError
@@ -519,71 +518,36 @@ class Delivery:
         self.state.groups_sent += len(groups) - dropped
 
 
-@dataclass(frozen=True)
-class WorkerLimits:
-    """The bounds of the number of workers.
-
-    Attributes:
-        max_workers: most items in work, whatever the queue says.
-        group_size: sequences that one item yields.
-        batch_size: sequences per batch; 0 or less when no trainer has said.
-        max_batches_offpolicy: batches that may be queued or in work; below 0 for no bound.
-        min_batch_allocation: share of each batch reserved for this environment.
-    """
-
-    max_workers: int
-    group_size: int
-    batch_size: int
-    max_batches_offpolicy: int
-    min_batch_allocation: float | None = None
-
-
-@dataclass(frozen=True)
-class QueueState:
-    """The answer of `/status-env`, sizes in groups.
-
-    Attributes:
-        queue_size: groups queued, of all environments.
-        self_queue_size: groups queued, of this environment.
-        unallocated_fraction: share of a batch that no environment has reserved.
-        groups_wanted: how many more groups the service wants from this environment; None when it
-            does not say.
-    """
-
-    queue_size: int = 0
-    self_queue_size: int = 0
-    unallocated_fraction: float = 1.0
-    groups_wanted: int | None = None
-
-
-def allowed_workers(limits: WorkerLimits, queue: QueueState) -> int:
+def allowed_workers(config: BaseEnvConfig, max_workers: int, status: Mapping[str, Any]) -> int:
     """Items that may be in work now, those already in work included.
 
-    >>> limits = WorkerLimits(max_workers=64, group_size=8, batch_size=64, max_batches_offpolicy=3)
-    >>> allowed_workers(limits, QueueState(queue_size=0)), allowed_workers(limits, QueueState(queue_size=20))
+    Args:
+        config: the environment's settings. Its batch size is 0 or less when no trainer has registered.
+        max_workers: most items in work, whatever the queue holds.
+        status: the answer of `/status-env`, sizes in groups; empty before the first.
+
+    >>> config = BaseEnvConfig(group_size=8, batch_size=64, max_batches_offpolicy=3)
+    >>> allowed_workers(config, 64, {"queue_size": 0}), allowed_workers(config, 64, {"queue_size": 20})
     (24, 4)
     """
-    if limits.batch_size <= 0:
+    if config.batch_size <= 0:
         return 0
-    if limits.max_batches_offpolicy < 0:
-        allowed: float = limits.max_workers
-    else:
+    allowed: float = max_workers
+    if config.max_batches_offpolicy >= 0:
         # On-policy (0) still needs the batch that the trainer waits for.
-        batches = max(1, limits.max_batches_offpolicy)
-        share = min(1.0, queue.unallocated_fraction + (limits.min_batch_allocation or 0.0))
-        allowed = (
-            math.ceil(batches * limits.batch_size * share / limits.group_size) - queue.queue_size
-        )
-        if limits.min_batch_allocation is not None:
+        size, most = config.group_size, max(1, config.max_batches_offpolicy) * config.batch_size
+        reserve = config.min_batch_allocation or 0.0
+        share = min(1.0, status.get("unallocated_fraction", 1.0) + reserve)
+        allowed = math.ceil(most * share / size) - status.get("queue_size", 0)
+        if config.min_batch_allocation is not None:
             # Other environments' groups may fill the queue; the reserved share is still ours to
             # fill.
-            reserved = math.ceil(
-                batches * limits.batch_size * limits.min_batch_allocation / limits.group_size
+            allowed = max(
+                allowed, math.ceil(most * reserve / size) - status.get("self_queue_size", 0)
             )
-            allowed = max(allowed, reserved - queue.self_queue_size)
-    if queue.groups_wanted is not None:
-        allowed = min(allowed, queue.groups_wanted)
-    return max(0, min(limits.max_workers, int(allowed)))
+    if status.get("groups_wanted") is not None:
+        allowed = min(allowed, status["groups_wanted"])
+    return max(0, min(max_workers, int(allowed)))
 
 
 def workers_during_eval(allowed: int, handling: EvalHandlingEnum, ratio: float) -> int:
@@ -623,22 +587,8 @@ class Workers:
 
     def wanted(self) -> int:
         """Return the number of items that may be in work now."""
-        config, status = self.state.config, self.state.status_dict
-        allowed = allowed_workers(
-            WorkerLimits(
-                max_workers=self.state.max_num_workers,
-                group_size=config.group_size,
-                batch_size=config.batch_size,
-                max_batches_offpolicy=config.max_batches_offpolicy,
-                min_batch_allocation=config.min_batch_allocation,
-            ),
-            QueueState(
-                queue_size=status.get("queue_size", 0),
-                self_queue_size=status.get("self_queue_size", 0),
-                unallocated_fraction=status.get("unallocated_fraction", 1.0),
-                groups_wanted=status.get("groups_wanted"),
-            ),
-        )
+        config = self.state.config
+        allowed = allowed_workers(config, self.state.max_num_workers, self.state.status_dict)
         if self.state.eval_runner is not None and not self.state.eval_runner.done():
             return workers_during_eval(allowed, config.eval_handling, config.eval_limit_ratio)
         return allowed

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.config import EvalHandlingEnum
-from atroposlib.envs.runner.command_line import Given, merge, parse_flags, read_config
+from atroposlib.envs.runner.command_line import merge, parse_flags, read_config
 from atroposlib.errors import UsageError
 
 
@@ -55,10 +55,10 @@ def test_a_flag_that_repeats_the_default_still_wins_over_yaml() -> None:
 
 
 def test_what_a_command_changes_lies_between_defaults_and_yaml() -> None:
-    changed = merge(TaskConfig(note="default"), SERVER, Given(), {}, {"note": "command"})
+    changed = merge(TaskConfig(note="default"), SERVER, {}, {}, {"note": "command"})
     assert changed.env.note == "command"
     in_file = merge(
-        TaskConfig(note="default"), SERVER, Given(), {"env": {"note": "file"}}, {"note": "command"}
+        TaskConfig(note="default"), SERVER, {}, {"env": {"note": "file"}}, {"note": "command"}
     )
     assert in_file.env.note == "file"
 

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from atroposlib.envs.runner.items import QueueState, WorkerLimits, allowed_workers
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.runner.items import allowed_workers
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Lease, ValidatedGroup
 from tests.atroposlib.service.trainers import registered
@@ -93,11 +94,11 @@ class FetchingAhead(RuleBasedStateMachine):
     def begin_rollouts(self) -> None:
         """As many as the environment's own policy allows."""
         status = self.queue.status_env(self.env_id, 0.0)
-        state = QueueState(
-            status["queue_size"], status["self_queue_size"], 1.0, status["groups_wanted"]
+        status = status | {"unallocated_fraction": 1.0}
+        limits = BaseEnvConfig(
+            group_size=GROUP, batch_size=BATCH, max_batches_offpolicy=self.offpolicy
         )
-        limits = WorkerLimits(64, GROUP, BATCH, self.offpolicy)
-        while len(self.under_way) < allowed_workers(limits, state):
+        while len(self.under_way) < allowed_workers(limits, 64, status):
             self.under_way.append((self.lives[-1][0], self.trainer.version))
 
     @precondition(lambda self: len(self.trainer.held) < self.most_held)
