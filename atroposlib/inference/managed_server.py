@@ -16,7 +16,7 @@ import time
 import uuid
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -187,18 +187,21 @@ class Kept:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that is not sent yet.
+    """A prompt of one request.
 
     Attributes:
         text: all of it, special tokens included.
         tokens: their ids.
-        source, turn: see `Request`.
+        source: the sequence whose tokens it begins with, if it continues one.
+        turn: the turn of that sequence after which it goes on.
+        number: of the request, in the order in which they were begun; 0 before `begin`.
     """
 
     text: str
     tokens: list[int]
     source: Kept | None = None
     turn: Turn | None = None
+    number: int = 0
 
     @property
     def continued(self) -> int:
@@ -206,21 +209,6 @@ class Prompt:
         if self.source is None or self.turn is None:
             return 0
         return self.source.turns.index(self.turn) + 1
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt under way.
-
-    Attributes:
-        number: of the request, in the order in which they were begun.
-        source: the sequence whose tokens it begins with, if it continues one.
-        turn: the turn of that sequence after which it goes on.
-    """
-
-    number: int
-    source: Kept | None = None
-    turn: Turn | None = None
 
 
 class SequenceTracker:
@@ -314,14 +302,14 @@ class SequenceTracker:
         best = max(ranked, key=lambda entry: entry[:4], default=None)
         return best and best[4:]
 
-    def begin(self, prompt: Prompt) -> Request:
+    def begin(self, prompt: Prompt) -> Prompt:
         """Note that a prompt is sent now. `add` or `abandon` ends the request."""
         if prompt.source is not None:
             prompt.source.claims += 1
         self._begun += 1
-        return Request(self._begun, prompt.source, prompt.turn)
+        return replace(prompt, number=self._begun)
 
-    def abandon(self, request: Request) -> None:
+    def abandon(self, request: Prompt) -> None:
         """Note that the prompt was not answered."""
         if request.source is not None:
             request.source.claims -= 1
@@ -329,7 +317,7 @@ class SequenceTracker:
     def add(
         self,
         text: str,
-        request: Request,
+        request: Prompt,
         generation: Generation,
         answer_id: str = "",
         exchanges: Sequence[Exchange] | None = None,
@@ -419,7 +407,7 @@ class Beginning:
     sampling: list[SamplingSpan] | None
 
 
-def beginning_of(request: Request, tokens: list[int]) -> Beginning:
+def beginning_of(request: Prompt, tokens: list[int]) -> Beginning:
     """Return the prompt of a request, whose `tokens` the server was sent."""
     masks, logprobs = [PROMPT_MASK] * len(tokens), [PROMPT_LOGPROB] * len(tokens)
     source, turn = request.source, request.turn

@@ -201,24 +201,6 @@ def same_value(expected: Any, got: Any) -> bool:
 
     Tuples are lists here. Floats are equal within TOLERANCE, and NaN equals NaN.
     """
-    if (
-        isinstance(expected, bool)
-        or isinstance(got, bool)
-        or expected is None
-        or isinstance(expected, str)
-    ):
-        return type(expected) is type(got) and bool(expected == got)
-    if isinstance(expected, float):
-        if type(got) not in (int, float):
-            return False
-        try:
-            return math.isclose(expected, got, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (
-                expected != expected and got != got
-            )
-        except OverflowError:  # a whole number that no float can be
-            return False
-    if isinstance(expected, int):
-        return type(got) is int and expected == got
     if isinstance(expected, list | tuple):
         return (
             isinstance(got, list | tuple)
@@ -231,7 +213,16 @@ def same_value(expected: Any, got: Any) -> bool:
             and expected.keys() == got.keys()
             and all(same_value(value, got[key]) for key, value in expected.items())
         )
-    return False
+    if not isinstance(expected, float):
+        return type(got) is type(expected) and bool(got == expected)
+    if type(got) not in (int, float):
+        return False
+    try:
+        return math.isclose(expected, got, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (
+            expected != expected and got != got
+        )
+    except OverflowError:  # a whole number that no float can be
+        return False
 
 
 def verdict(outcome: Outcome, expected: Sequence[Any]) -> Verdict:

@@ -18,7 +18,7 @@ from atroposlib.inference.generation import (
     weight_fields,
 )
 from atroposlib.inference.managed_server import (
-    Request,
+    Prompt,
     SequenceNode,
     SequenceTracker,
     sequence_fields,
@@ -71,7 +71,7 @@ def sampled(
     )
 
 
-def sent(tracker: SequenceTracker, text: str, rendered: bool = True) -> tuple[list[int], Request]:
+def sent(tracker: SequenceTracker, text: str, rendered: bool = True) -> tuple[list[int], Prompt]:
     """Return the token ids of a prompt that is sent now, and its request."""
     prompt = tracker.whole(text, rendered)
     return prompt.tokens, tracker.begin(prompt)
