@@ -186,11 +186,12 @@ def read_weights(model: Decoder, folder: Path) -> None:
             for name, planned in plan.items():
                 parameter = own[name]
                 whole: Tensor = parameter
-                if model.shards.spread:
+                spread = model.shards.spread and not planned.frozen
+                if spread:
                     whole = torch.empty(planned.shape, dtype=stored_dtype(planned, model.dtype))
                 for part in planned.tensors:
                     _copy_part(whole, part, where[part.name], folder)
-                if model.shards.spread:
+                if spread:
                     model.shards.local(parameter).copy_(model.shards.take(name, whole))
         except (SafetensorError, OSError) as error:
             raise ModelError(

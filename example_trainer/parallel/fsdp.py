@@ -9,7 +9,8 @@ average: the loss weights are those of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.gradients import PassGradients, Sums
 from example_trainer.models.ops import choose_operations
 from example_trainer.models.shards import Shards
-from vllm_patching.weights.families import Geometry
+from example_trainer.models.transformers_layout import TransformersGeometry
+from vllm_patching.weights.families import Geometry, parameters
 
 
 class FsdpShards(Shards):
@@ -103,24 +105,67 @@ def sharded_decoder(
     mesh = init_device_mesh(device.type, (world_size,))
     ops = choose_operations(device, dtype)
     held = torch.promote_types(dtype, torch.float32) if trained else dtype
+    if isinstance(geometry, TransformersGeometry):
+        from example_trainer.models.transformers_model import TransformersModel
+
+        whole = TransformersModel(geometry, held, computes_in=dtype)
+        whole.arithmetic.ops = ops
+        frozen = _keep_whole(whole, dtype, device, trained)
+        _shard(whole, whole.parts.layers, mesh, dtype, frozen)
+        return whole
     model = Decoder(geometry, held, "meta", ops=ops)
+    alone = None if geometry.tie_word_embeddings else model.model.embed_tokens
+    _shard(model, model.model.layers, mesh, dtype, alone=alone)
+    model.to_empty(device=device)
+    model.rotary = ops.rotary_table(geometry, dtype, device)
+    return model
+
+
+def _shard(
+    model: Decoder,
+    layers: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    whole: Collection[nn.Parameter] = (),
+    alone: nn.Module | None = None,
+) -> None:
+    """Spread a model's parameters: each layer is a unit of FSDP2, and the rest is another.
+
+    Args:
+        whole: parameters that each rank holds whole.
+        alone: a module that is whole in the forward pass alone, and is reduced by itself.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    if not geometry.tie_word_embeddings:
-        # A unit of its own is whole in the forward pass alone, and is reduced by itself.
-        embedding = fully_shard(model.model.embed_tokens, mesh=mesh, mp_policy=policy)
-        embedding.set_unshard_in_backward(False)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
+    for layer in layers:
+        shard(layer)
+    if alone is not None:
+        shard(alone).set_unshard_in_backward(False)
+    shard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device=device)
-    model.rotary = ops.rotary_table(geometry, dtype, device)
     model.shards = shards = FsdpShards(mesh)
     for name, parameter in model.named_parameters():
         shards.whole_shape(name, parameter)
-    return model
+
+
+def _keep_whole(
+    model: Decoder, dtype: torch.dtype, device: torch.device, trained: bool
+) -> list[nn.Parameter]:
+    """Return the parameters outside of the text part, which each rank holds whole in `dtype`.
+
+    FSDP2 gathers parameters of one dtype: a model that is not trained has no others.
+    """
+    planned = parameters(model.geometry)
+    frozen = []
+    for name, parameter in model.named_parameters():
+        if planned[name].frozen:
+            parameter.data = parameter.data.to(device, dtype)
+            frozen.append(parameter)
+        elif not trained:
+            parameter.data = parameter.data.to(dtype)
+    return frozen

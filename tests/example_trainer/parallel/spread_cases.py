@@ -160,7 +160,7 @@ def take_steps(
             ranks=ranks,
             normalisation=config.method.loss_normalisation,
             max_tokens=config.seq_len,
-            share_prefixes=seed % 2 == 0,
+            share_prefixes=seed % 2 == 0 and type(model) is Decoder,
             minibatches=config.minibatches,
         )
         mine, frozen = [shares[rank] for shares in packed], reference if config.kl_coef else None
