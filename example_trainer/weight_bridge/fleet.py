@@ -1,13 +1,20 @@
-"""Which vLLM servers an update goes to: a policy without clocks, threads or I/O.
+"""The policy of a fleet, without clocks, threads or I/O: which servers an update goes to, which ones
+it goes on without, and the lines about them.
 
     joining ──served──▶ good ──failed──▶ quarantined ──served──▶ good
                          │                    │
                          └────silent────▶ away ──seen, served──▶ good
 
 A server is *due* when it answers, does not serve the present weights, and may be tried again: one
-full update then brings it to `good`. Whoever fails again and again is tried at growing intervals,
-so that it seldom keeps the others waiting. One that another trainer has taken over, or that holds
-another model, is *hopeless*: waiting changes nothing, only its restart does.
+full update then makes it `good`. A server that fails again and again is tried at growing intervals,
+so that it seldom delays the others. A server that another trainer has taken over, or that holds
+another model, is *hopeless*: only its restart helps.
+
+`diagnose` decides which servers an update goes on without:
+
+- Facts come first: a process that ended, restarted or belongs to another trainer, a failed step.
+- A symptom counts only if no server has a fact against it: the others may wait for that server.
+- A server that is merely slow has one timeout, the patience.
 """
 
 from __future__ import annotations

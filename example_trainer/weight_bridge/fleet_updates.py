@@ -1,7 +1,9 @@
-"""Rank 0's part of an update of a fleet: choose the servers, call them, and go on without those
-that fail.
+"""Rank 0's part of a fleet: watch the servers between updates, choose those that an update goes to,
+call them all at the same time, and go on without those that fail.
 
-Rank 0 sends its decisions to the other ranks, so that all of them act alike; see broadcast.py.
+- `at_once` asks each server in a thread and goes on without the late ones. A later answer is
+  dropped; the thread ends with its request, which has the deadline of the server's client.
+- Rank 0 sends its decisions to the other ranks, so that all of them act alike; see broadcast.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""An update's weights on their way: bucket by bucket gathered, packed, sent and summed up, through
-two buffers of bounded size.
+"""The sending half of an update: who sends what, the meeting with the receivers, and the weights on
+their way, bucket by bucket, through two buffers of bounded size.
 
 While one bucket is on its way to the servers, the rows of the next come together from the trainer's
-ranks (FSDP2), in the other buffer. One process that holds whole parameters sends what lies
-contiguous in them from where it is, over NCCL; every other route wants a bucket in one piece. A
-tensor-parallel trainer never gets here: its weights are vLLM's.
+ranks (FSDP2), in the other buffer. One process that holds whole parameters sends contiguous parts
+from their own place over NCCL; every other route needs a bucket in one piece. A tensor-parallel
+trainer never gets here: its weights are vLLM's.
 """
 
 from __future__ import annotations

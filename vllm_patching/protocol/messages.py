@@ -1,4 +1,12 @@
-"""What a trainer sends to a server's /bridge routes. Unknown keys are refused."""
+"""Messages between trainer, server and workers.
+
+- Bodies of the /bridge routes. Unknown keys are refused.
+- Methods that a server calls in each worker. The server's side names a method as
+  `BridgeWorker.lockstep_check`, so that mypy checks the call; the worker's side is checked where it
+  is defined. Arguments and answers are plain values, since they cross between processes.
+- The comparison of checksums, by the server's front end and by vLLM's engine core.
+- The processes that may write a single copy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One server's bridge: the parts that it is made of, and what can be read of it at any time."""
+"""The bridge of one server, in its API process: it carries the state machine of updates out against
+a running engine, rolls failed updates back, and watches the trainer between its calls.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ logger = logging.getLogger("vllm.lockstep.bridge")
 
 
 class CallingOff:
-    """Why whoever waits for the workers should not go on waiting. Calls take turns by a lock, and
-    one that waits for workers has it; so the call that comes next says here that it is there.
+    """Reasons to end a wait for the workers. A call that waits for workers holds the lock, so the
+    next call leaves its reason here.
     """
 
     def __init__(self) -> None:
@@ -60,7 +62,7 @@ class CallingOff:
 
     @contextmanager
     def by(self, reason: str) -> Iterator[None]:
-        """In the block waits are broken off. An empty reason breaks nothing off."""
+        """End all waits within the block. An empty reason ends none."""
         if reason:
             self._reasons.append(reason)
         try:
@@ -71,17 +73,17 @@ class CallingOff:
 
     @property
     def reason(self) -> str:
-        """Why not to wait; empty if nobody has called it off."""
+        """Return the reason to end a wait; empty if there is none."""
         return next(iter(self._reasons), "")
 
 
 FIRST_STEP_SECONDS = 10.0
-"""How long after an update it is asked when the engine went on: the requests that waited for it may
-have been given up."""
+"""Seconds after an update within which the worker's first step is looked up. The requests that
+waited for the step may have been given up."""
 
 
 class UpdateClock:
-    """The times of one update after the other. Moments are time.monotonic(), in seconds."""
+    """The times of the present update. Moments are time.monotonic(), in seconds."""
 
     def __init__(self, timeout: float) -> None:
         """
@@ -95,9 +97,10 @@ class UpdateClock:
         self._paused_at = 0.0
         self._first_step_until = 0.0
         self.seconds: dict[str, float] = {}
-        """`to_<mark>`: since the mark before it (paused, transferred, committed, verified,
-        serving); `halted`: from the pause to the answer that the engine goes on; `resume`: how long
-        that answer took; `stalled`: from the pause to the engine's next step, once it is known."""
+        """Seconds of the update. `to_<mark>`: since the previous mark (paused, transferred,
+        committed, verified, serving). `halted`: from the pause to the engine's answer that it
+        continues. `resume`: duration of that answer. `stalled`: from the pause to the engine's next
+        step."""
 
     def begin(self) -> None:
         """An update begins."""
@@ -106,9 +109,7 @@ class UpdateClock:
         self.began = self._entered = time.monotonic()
 
     def reach(self, mark: str) -> None:
-        """The update has come to `mark`; from here on the trainer, or the next step, has `timeout`
-        seconds again.
-        """
+        """Note that the update has reached `mark`. The next step has `timeout` seconds from now."""
         now = time.monotonic()
         self.seconds[f"to_{mark}"] = now - self._entered
         if mark == "paused":
@@ -117,20 +118,20 @@ class UpdateClock:
 
     @property
     def deadline(self) -> float:
-        """When the next mark must have been reached."""
+        """Return the moment by which the next mark must be reached."""
         return self._entered + self.timeout
 
     @property
     def is_late(self) -> bool:
-        """Whether the next mark has not been reached in time."""
+        """Return whether the next mark was not reached in time."""
         return time.monotonic() > self.deadline
 
     def resumed(self, asked: float, in_flight: bool) -> None:
-        """The engine has answered that it goes on, as it was asked to at the moment `asked`.
+        """Note the engine's answer that it continues. The question was sent at the moment `asked`.
 
         Args:
-            in_flight: requests waited for that. Without any, the next step is of a request that
-                comes later, and says nothing.
+            in_flight: requests waited for that. Without any, the next step belongs to a later
+                request and measures nothing.
         """
         now = time.monotonic()
         self.seconds |= {"halted": now - self._paused_at, "resume": now - asked}
@@ -138,14 +139,12 @@ class UpdateClock:
 
     @property
     def wants_first_step(self) -> bool:
-        """Whether it is not known yet when the engine took its next step, and it may still be
-        asked.
-        """
+        """Return whether the moment of the engine's next step is still open."""
         return time.monotonic() < self._first_step_until
 
     def stepped(self, began: float | None) -> None:
-        """What the engine says: the moment at which its next step began; None if there was none, or
-        it does not say.
+        """Take in the moment at which the engine's next step began; None if it took none, or
+        reports none.
         """
         if began is not None:
             self.seconds["stalled"] = began - self._paused_at
@@ -156,16 +155,16 @@ class UpdateClock:
 
 
 LET_GO_SECONDS = 2.0
-"""How long a worker's updater thread is given to let go of what it writes to."""
+"""Seconds for a worker's updater thread to end its writes."""
 
 
 class Settlement:
-    """Ends updates that failed: the engine goes on with the old version if its weights are proven
-    to be whole, else it stands still. Call with the controller's lock held.
+    """Ends failed updates. The engine continues with the old version if its weights are proven to
+    be whole, else it stays paused. Call with the controller's lock held.
 
-    Whole means two things at once: nobody may write them (see lease), and their checksums are those
-    of the version served. While one of both is not known yet, the server is unhealthy and
-    undecided, and `look_again` can still find that all is well.
+    Weights are whole if no process may write them (see Lease) and their checksums are the served
+    version's. While one of the two facts is open, the server is unhealthy and undecided, and
+    `look_again` can still find that all is well.
     """
 
     def __init__(
@@ -221,8 +220,8 @@ class Settlement:
             )
 
     async def require_no_writer(self, timeout: float) -> None:
-        """Return when nobody may write the weights under an earlier update. The server's own
-        threads are waited for.
+        """Return when no process may write the weights under an earlier update. Waits for the
+        server's own threads.
 
         Args:
             timeout: seconds.
@@ -240,7 +239,7 @@ class Settlement:
     async def stand_still(self) -> None:
         """See that the engine stands still.
 
-        If it does not answer, `look_again` tries anew; the same reason is told once.
+        If it does not answer, `look_again` tries again. The same reason is logged once.
         """
         told = ""
         try:
@@ -257,8 +256,8 @@ class Settlement:
         self._said = told
 
     async def _look(self) -> tuple[bool, str]:
-        """Whether the live weights are those of the version served and nobody may write them; and
-        if that cannot be known now, why not.
+        """Return whether the live weights are the served version's and no process may write them;
+        and the reason if that is open.
         """
         try:
             if self._state.mode == "broadcast" and self._state.in_update:
@@ -280,7 +279,7 @@ class Settlement:
         return True, ""
 
     async def _nobody_writes(self) -> bool:
-        """Whether no lease is out; one whose holder is known to be done ends here."""
+        """Return whether no lease is out. A lease whose holder has ended its work ends here."""
         lease = self._leases.out
         if lease is None:
             return True
@@ -302,7 +301,7 @@ class BridgeWatchdog:
     """Gives up an update whose trainer has ended or is silent, or whose worker has lost it; decides
     what was left undecided.
 
-    It outlives its own errors. Should it end all the same, `has_ended` says so, and no update may
+    It survives its own errors. If it ends nevertheless, `has_ended` is true, and no update may
     begin.
     """
 
@@ -317,8 +316,8 @@ class BridgeWatchdog:
     ) -> None:
         """
         Args:
-            lock: held by whoever changes the state; while a call of the trainer's is under way,
-                that one watches.
+            lock: held by each call that changes the state. A call of the trainer's watches its own
+                update.
         """
         self._state, self._ranks, self._settlement, self._clock, self._lock = (
             state,
@@ -336,13 +335,11 @@ class BridgeWatchdog:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was started and does not look any more."""
+        """Return whether it was started and has ended."""
         return self._task is not None and self._task.done()
 
     def follow(self, writers: Sequence[Writer]) -> None:
-        """The processes of the present trainer that can be seen from here: with one of them its
-        update has ended.
-        """
+        """Set the visible processes of the present trainer. The update ends when one of them ends."""
         self._writers = writers
 
     def start(self) -> None:
@@ -351,7 +348,7 @@ class BridgeWatchdog:
         self._task.add_done_callback(self._note_end)
 
     async def stop(self) -> None:
-        """End it."""
+        """End the watch."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -378,7 +375,7 @@ class BridgeWatchdog:
                     await self._settlement.give_up(reason)
                 return
             if self._ranks.are_joining:
-                with suppress(BridgeRefusal):  # whoever begins an update with them is told
+                with suppress(BridgeRefusal):  # the next update reports it
                     await self._ranks.statuses()
             if not self._state.healthy:
                 await self._settlement.look_again()
@@ -388,11 +385,11 @@ class BridgeWatchdog:
             await self._settlement.give_up(
                 str(refusal)
             )  # of an update whose workers do not even answer
-        except Exception as error:  # noqa: BLE001 - told and outlived
+        except Exception as error:  # noqa: BLE001 - logged and survived
             await self._survive(error)
 
     async def _survive(self, error: Exception) -> None:
-        """An error of our own: an update that cannot be watched over is given up."""
+        """Log an error of the watchdog's own, and give up the update that it cannot watch."""
         told = f"the bridge's watchdog failed: {error!r}"
         if told != self._said:
             logger.exception("[Bridge] %s; it goes on", told)
@@ -402,7 +399,7 @@ class BridgeWatchdog:
             await self._settlement.stand_still()
 
     async def _lost(self) -> str:
-        """Why the update cannot end well; empty while it can."""
+        """Return why the update cannot succeed; empty while it can."""
         if ended := self._ended():
             return ended
         if self._state.mode == "broadcast":
@@ -418,9 +415,7 @@ class BridgeWatchdog:
         return ""
 
     def _ended(self) -> str:
-        """That the trainer's processes have, or one of them; empty if none has, as far as can be
-        seen here.
-        """
+        """Return which of the trainer's visible processes have ended; empty if none has."""
         ended = [str(writer) for writer in self._writers if writer.has_ended()]
         if not ended:
             return ""
@@ -432,7 +427,7 @@ class BridgeWatchdog:
         if self._clock.wants_first_step:
             with suppress(
                 BridgeRefusal
-            ):  # that the engine is dead or stuck is told by whatever needs it
+            ):  # each call that needs the engine reports that it is dead or stuck
                 self._clock.stepped(await self._ranks.first_step())
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
@@ -445,9 +440,9 @@ class BridgeWatchdog:
 
 
 LATE = 410
-"""HTTP status for a trainer that comes too late, which may do the update anew."""
+"""HTTP status for a trainer that is too late and may repeat the update."""
 _EVENT_MARGIN_SECONDS = 2.0
-"""How much earlier than everything else a worker's wait for a trainer's writes ends, so that its
+"""Seconds by which a worker's wait for a trainer's writes is shorter than other waits, so that its
 answer is in time."""
 
 
@@ -458,7 +453,7 @@ class BridgeController:
     """
 
     settles: type[Settlement] = Settlement
-    """What ends updates that failed."""
+    """The class that ends failed updates."""
 
     def __init__(
         self,
@@ -478,10 +473,10 @@ class BridgeController:
             model, dtype: as given on the command line; for messages.
             timeout: seconds for each step.
             config_dir: where vllm_bridge_config.json goes.
-            spans: told of every switch of versions.
+            spans: receives every switch of versions.
             keep_cache: let running requests keep the keys and values that older weights computed.
             port: where the server listens; its config file is known by it.
-            timeline: told when the engine stands still, and of updates.
+            timeline: receives pauses of the engine, and updates.
         """
         self.state = BridgeState()
         self.timeout = timeout
@@ -568,8 +563,8 @@ class BridgeController:
         self._config.remove()
 
     def info(self) -> dict[str, Any]:
-        """Everything a trainer must know before it joins, but for the storage handles: only the
-        config file has those.
+        """Return all facts that a trainer needs to join. The storage handles are in the config file
+        only.
         """
         return {
             "instance": self.instance,
@@ -589,10 +584,9 @@ class BridgeController:
         }
 
     def status(self) -> dict[str, Any]:
-        """The state as JSON, with the `instance`, which is another one after each start of the
-        server; what the engine does; who may write the weights; what the ranks' updater threads did
-        at the last look (nothing is asked of them now); and for how many seconds a call in progress
-        has not been answered.
+        """Return the state as JSON. It also holds the server's `instance` (new after each start),
+        the engine's state, the lease, the last known phases of the ranks' updater threads, and the
+        seconds for which a call is unanswered.
         """
         lease, trouble = self._leases.out, self.trouble()
         return {
@@ -610,8 +604,8 @@ class BridgeController:
         }
 
     def trouble(self) -> str:
-        """Why nothing can be sampled rightly, by what the engine does; empty if it can, or will
-        when an update has ended.
+        """Return why no token can be sampled with the right weights; empty if it can, or can after
+        the present update.
         """
         if self._watchdog.has_ended:
             return f"the bridge's watchdog has ended ({self._watchdog.end}), which notices lost updates; restart the server"
@@ -631,9 +625,9 @@ class BridgeController:
 
     @property
     def holds_engine(self) -> bool:
-        """Whether the engine stands still because it was told to.
+        """Return whether the engine is paused on purpose.
 
-        While it is told to pause, it should still answer.
+        Before the pause is complete, the engine still has to answer.
         """
         in_update = self.state.in_update and self._switch.state is not EngineState.RUNNING
         return (
@@ -655,7 +649,7 @@ class BridgeController:
         events: Sequence[str] = (),
         weight_epoch: int = 0,
     ) -> dict[str, Any]:
-        """A trainer joins: compare the layouts, and begin an epoch.
+        """Let a trainer join: compare the layouts, and begin an epoch.
 
         Args:
             parameters: name -> (full shape, dtype) of the trainer's.
@@ -788,7 +782,7 @@ class BridgeController:
             )
 
     async def begin(self, epoch: int, version: int, cohort: str = "") -> dict[str, Any]:
-        """An update begins. Overlapped: the ranks receive beside the live weights. Otherwise the
+        """Begin an update. Overlapped: the ranks receive beside the live weights. Otherwise the
         engine stops between two steps, and a lease is granted: to the trainer, which may write a
         single copy then; or to the workers' updater threads, which begin to receive (direct).
 
@@ -885,12 +879,11 @@ class BridgeController:
                 raise
 
     async def abort(self, epoch: int, reason: str, lease: str | None = None) -> dict[str, Any]:
-        """The trainer gives the update up, and its lease back.
+        """Give up the update for the trainer, and take its lease back.
 
         Args:
-            lease: the id that it was answered; None if it never was, so that it has written
-                nothing. Either way its word is that nothing of it is on the way to the weights any
-                more.
+            lease: the id that the trainer received; None if it received none and so wrote nothing.
+                By this call the trainer confirms that it has no writes in flight.
         """
         told = f"the trainer gave up: {reason}"
         with self._call_off(epoch, told):
@@ -904,8 +897,8 @@ class BridgeController:
                 return self.status()
 
     async def quarantine(self, epoch: int, reason: str) -> dict[str, Any]:
-        """The trainer does not want this server to serve before a full update: nothing is answered
-        from now on, an update in progress ends, and the engine stands still.
+        """Serve nothing before a full update, as the trainer demands. Requests are refused, an
+        update in progress ends, and the engine is paused.
         """
         self._or_conflict(lambda: self.state.check_epoch(epoch))
         self.state.put_in_quarantine(reason)
@@ -937,8 +930,8 @@ class BridgeController:
     async def _checked(
         self, method: Callable[[Any], Check], checksums: list[str], version: int
     ) -> tuple[list[Check], float | None]:
-        """Each rank's answer to a check, and when the engine went on: None if it was not given what
-        it expected.
+        """Return each rank's answer to a check, and the moment at which the engine continued; None
+        if the check failed.
         """
         if self._switch.resting:  # it goes on at the end of the trainer's turn
             return await self._ranks.call(method), None
@@ -964,7 +957,7 @@ class BridgeController:
         self._spans.switch_at(begun, Weights(self.state.next_weight_epoch, version))
         self._or_conflict(
             lambda: self.state.check_commit(epoch, version)
-        )  # it may have been put in quarantine meanwhile
+        )  # a quarantine may have come in between
         in_flight = has_requests(self._engine) and not self._switch.resting
         await self._switch.resume()
         self._or_conflict(lambda: self.state.check_commit(epoch, version))

@@ -1,4 +1,9 @@
-"""Calls to vLLM's workers, all ranks at once, with deadlines and answers that name the rank."""
+"""Calls to vLLM's engine and workers: deadlines, the engine's state, and errors that name the rank.
+
+vLLM stops scheduling when it reads the command to pause, and answers when no step is in flight. So
+after a command without an answer the engine may be in either state. Commands are carried out in
+order: the answer to a later one settles the state.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +34,12 @@ from vllm_patching.protocol.messages import (
 )
 
 FURTHER_SECONDS = 1.0
-"""How long anything else is waited for while an answer is overdue. vLLM answers in order, so that
-it would come after that one; each step of giving an update up would else wait for as long as the
-first did."""
+"""Seconds to wait for other answers while one is overdue. vLLM answers in order, so each step that
+gives an update up would wait as long as the first."""
 
 
 class Silence:
-    """The questions that wait for an answer, those that nobody waits for any more among them."""
+    """Calls without an answer, including calls that no one waits for any more."""
 
     def __init__(self) -> None:
         self._since: dict[object, float] = {}
@@ -43,7 +47,7 @@ class Silence:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """In the block an answer is waited for."""
+        """Count the block as a wait for an answer."""
         question = object()
         self._since[question] = time.monotonic()
         try:
@@ -52,7 +56,7 @@ class Silence:
             del self._since[question]
 
     def overdue(self, question: asyncio.Future[Any], asked_for: float) -> None:
-        """Nobody waits for this answer any more; it ends the silence when it comes.
+        """Note that a call is late and no one waits for it. Its answer ends the silence.
 
         Args:
             asked_for: seconds for which it has been waited for.
@@ -62,14 +66,14 @@ class Silence:
         question.add_done_callback(self._has_come)
 
     def patience(self, seconds: float) -> float:
-        """How long a new question is waited for that might take so many seconds."""
+        """Return how long to wait for a new call with a limit of so many seconds."""
         if self._overdue:
             return min(seconds, FURTHER_SECONDS)
         return seconds
 
     @property
     def seconds(self) -> float:
-        """Since the oldest question that has no answer yet; 0.0 if there is none."""
+        """Return the age of the oldest call without an answer; 0.0 if there is none."""
         now = time.monotonic()
         return max(0.0, now - min(self._since.values(), default=now))
 
@@ -77,7 +81,7 @@ class Silence:
         self._overdue.discard(question)
         self._since.pop(question, None)
         if not question.cancelled():
-            question.exception()  # else asyncio would complain that nobody has looked at it
+            question.exception()  # otherwise asyncio logs that the error was never retrieved
 
 
 Answer = TypeVar("Answer")
@@ -88,11 +92,11 @@ logger = logging.getLogger("vllm.lockstep.bridge")
 _POLL_SECONDS = 0.002
 _PATIENCE_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
-"""How long before the end of our own wait the engine must not go on any more: its answer has to
-arrive in time."""
+"""Seconds before the end of our wait after which the engine must not continue, so that its answer
+arrives in time."""
 _STOP_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
-"""How often it is looked whether the engine that is waited for has died."""
+"""Seconds between two checks whether the engine has died."""
 
 
 async def answer_in_time(
@@ -103,14 +107,14 @@ async def answer_in_time(
     who: str,
     silence: Silence | None = None,
 ) -> Any:
-    """The answer of vLLM's engine.
+    """Return the answer of vLLM's engine.
 
     Args:
         engine: vLLM's AsyncLLM.
-        what, who: for messages: what is asked, and of whom.
+        what, who: for messages: the call, and the process that is called.
         limit: seconds.
-        silence: told of a question that was not answered in time, which is left to be answered;
-            without it the question is taken back.
+        silence: receives a call that is late, which is then left to be answered. Without it the
+            call is cancelled.
 
     Raises:
         BridgeRefusal: there was none in time, or an error, or the engine has died.
@@ -173,7 +177,7 @@ def _went_on(question: asyncio.Future[Any]) -> float | None:
 
 
 def _placed(by_replica: Sequence[Sequence[Any]]) -> list[Any]:
-    """The answers of all replicas' ranks, those that are dicts with the number of their replica."""
+    """Return the answers of all replicas' ranks. Dicts get the number of their replica."""
     return [
         {**answer, "replica": replica} if isinstance(answer, dict) else answer
         for replica, answers in enumerate(by_replica)
@@ -201,17 +205,17 @@ class RankCalls:
         Args:
             engine: vLLM's AsyncLLM.
             timeout: seconds for each call, and for each wait.
-            silence: told of calls that wait for their answer.
+            silence: receives calls that wait for their answer.
         """
         self.last_seen: list[dict[str, Any]] = []
-        """What each rank's updater thread did at the last look; by replica and rank."""
+        """Last known status of each rank's updater thread, by replica and rank."""
         self._silence = silence or Silence()
         self._engine = engine
         self._timeout = timeout
         self._who = "vLLM's workers"
 
     def count(self, ranks: int, replicas: int = 1) -> None:
-        """How many ranks there are in each replica, for messages."""
+        """Set the numbers of ranks and replicas, for messages."""
         self._who = "vLLM's worker of rank 0"
         if ranks > 1:
             self._who = f"one of vLLM's workers of ranks 0 to {ranks - 1}"
@@ -224,7 +228,7 @@ class RankCalls:
         *args: *Arguments,
         seconds: float | None = None,
     ) -> list[Answer]:
-        """One answer of each rank of each replica; those that are dicts get the key `replica`.
+        """Return one answer of each rank of each replica. Dicts get the key `replica`.
 
         Args:
             method: of a protocol in protocol/workers.py.
@@ -248,14 +252,14 @@ class RankCalls:
         """Ask all ranks for checksums and, if they are as expected, let the paused engine go on,
         all in one message.
 
-        Of several replicas each compares the answers of its own ranks and goes on by itself. If
-        then not all go on, those that did are stopped again.
+        Each replica compares the answers of its own ranks and continues by itself. If some do not
+        continue, the others are paused again.
 
-        An engine that answers late may have gone on at the last moment. It is told to stand still
-        then; since it answers in order, its first answer has come when it has done so.
+        A late engine may have continued at the last moment, so it gets a pause. It answers in
+        order: when the pause is confirmed, its first answer has come.
 
         Args:
-            method: of the workers, whose answers are those that `compare` wants.
+            method: of the workers; it returns what `compare` takes.
             expected: the trainer's checksums, by rank.
             version: of the weights.
             resumed: called with the moment at which an engine core went on, if this call raises, or
@@ -322,7 +326,7 @@ class RankCalls:
             await self._in_time(question, CAN_VERIFY_AND_RESUME, self._timeout)
 
     async def _stop(self, limit: float) -> None:
-        """Return when no replica samples any more.
+        """Pause all replicas.
 
         Raises BridgeRefusal if one does not answer within `limit` seconds.
         """
@@ -341,11 +345,11 @@ class RankCalls:
             )
 
     async def choose_transfer(self, asked: str) -> str:
-        """`direct` or `overlapped`: what was asked for, or with `auto` overlapped if every rank has
-        room for it.
+        """Return `direct` or `overlapped`: the demanded one. `auto` means overlapped if every rank
+        has the memory.
 
         Raises:
-            BridgeRefusal: overlapped was asked for, and there is no room.
+            BridgeRefusal: the trainer demands overlapped, and the memory does not suffice.
         """
         if asked == "direct":
             return asked
@@ -371,7 +375,7 @@ class RankCalls:
         return "direct"
 
     async def first_step(self) -> float | None:
-        """When a rank 0 first began a step since weights were last received or checked
+        """Return when a rank 0 first began a step after the last transfer or check
         (time.monotonic()); None: not yet.
         """
         answers = await self.call(BridgeWorker.lockstep_first_step)
@@ -383,8 +387,8 @@ class RankCalls:
         return min(began, default=None)
 
     async def statuses(self, patience: float = 0.0) -> list[dict[str, Any]]:
-        """What the updater thread of each rank does, by replica and rank. Raises BridgeRefusal as
-        `call` does.
+        """Return the status of each rank's updater thread, by replica and rank. Raises
+        BridgeRefusal as `call` does.
 
         Args:
             patience: seconds that a worker may wait for its thread's command to end.
@@ -429,7 +433,7 @@ class RankCalls:
         """Wait until the updater thread of every rank is in phase `wanted` (or one of `also`).
 
         Args:
-            what, waiting: for messages: what is waited for, and for whom.
+            what, waiting: for messages: the expected event, and the process that it depends on.
             may_block: the engine is paused, so a worker may wait itself; otherwise that would hold
                 up its next step.
             called_off: asked again and again; a reason not to wait any longer, or an empty string.
@@ -461,7 +465,7 @@ class RankCalls:
 def require_fitting(
     manifests: Sequence[Manifest], parameters: Mapping[str, tuple[tuple[int, ...], str]], model: str
 ) -> None:
-    """Refuse a trainer whose parameters are not those of every rank.
+    """Refuse a trainer whose parameters differ from a rank's.
 
     Args:
         manifests: of the ranks.
@@ -504,25 +508,25 @@ class EngineSwitch:
             engine: vLLM's AsyncLLM, running. Call from within its event loop.
             timeout: seconds for each command.
             keep_cache: do not drop the cached keys and values at a pause.
-            silence: told of commands that wait for their answer.
+            silence: receives commands that wait for their answer.
         """
         self._state = EngineState.RUNNING
         self.told: Callable[[EngineState], None] = lambda state: None
-        """Called with each state that it comes to."""
+        """Called with each new state."""
         self.pauses = 0
-        """How often it was stopped."""
+        """Number of pauses."""
         self.pausing = False
-        """Whether it is told to pause and has not answered yet."""
+        """A pause was commanded and is not confirmed yet."""
         self.resting = False
-        """Whether its keys' and values' memory is away (see turns), without which it must not go
-        on."""
+        """The memory of its keys and values is given away (see turns). The engine must not continue
+        without it."""
         self._engine, self._timeout, self._keep_cache = engine, timeout, keep_cache
         self._silence = silence or Silence()
         self._outputs = HeldOutputs(engine)
 
     @property
     def state(self) -> EngineState:
-        """What is known of it."""
+        """Return the last known state."""
         return self._state
 
     @state.setter
@@ -532,16 +536,15 @@ class EngineSwitch:
 
     @property
     def paused(self) -> bool:
-        """Whether it is known to stand still."""
+        """Return whether the engine is known to be paused."""
         return self.state is EngineState.PAUSED
 
     def hold_outputs(self, seconds: float) -> None:
         """Hand out nothing that was sampled, until the engine is known to go on or to stand still
         for long, or for that long.
 
-        With hundreds of requests handing out takes longer than a whole update; and while an answer
-        is late that says whether the engine went on, nobody knows with which weights a token was
-        sampled.
+        With hundreds of requests the hand-out takes longer than an update. While the engine's
+        answer is late, the weights of a new token are not known.
         """
         self._outputs.hold(seconds)
 
@@ -550,7 +553,7 @@ class EngineSwitch:
         self._outputs.release()
 
     async def pause(self) -> None:
-        """Return when it stands still.
+        """Pause the engine, and return once it is paused.
 
         Raises:
             BridgeRefusal: it does not answer in time, failed or has died; it may stand still or
@@ -581,11 +584,11 @@ class EngineSwitch:
         self._outputs.release()
 
     def lose_track(self) -> None:
-        """Somebody else's command to it was not answered."""
+        """Note that another command to the engine has no answer."""
         self.state = EngineState.UNKNOWN
 
     def note(self, runs: bool) -> None:
-        """Somebody else's command to it was answered."""
+        """Note the state after another command that was answered."""
         self.state = EngineState.RUNNING if runs else EngineState.PAUSED
 
     async def _command(self, command: Any, what: str) -> None:

@@ -1,5 +1,7 @@
 """The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling,
-/vocabulary, and those of bridge_routes.
+/vocabulary, /weights and /bridge/*.
+
+A body that does not validate is answered with 400 and the field, the value and the bound.
 """
 
 from __future__ import annotations

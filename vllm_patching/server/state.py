@@ -1,4 +1,5 @@
-"""The weight bridge's state machine, without I/O.
+"""The weights of one server, without I/O: the state machine of updates, the lease of the writer, and
+the weights that each token of a running request was sampled with.
 
     serving v ──begin──▶ updating ──commit──▶ serving v+1
                             │
@@ -8,10 +9,16 @@
     quarantine, from anywhere ──▶ unhealthy
 
 `unhealthy` means that the live weights may be a mixture, or are not the trainer's, or that the
-engine could not be told to go on, or that the trainer has put the server in quarantine; the engine
-stands still then. It ends when a later update has been verified. While it is undecided, because
-somebody may still write or the workers do not answer, it also ends when the weights turn out to be
-whole; a quarantine does not.
+engine did not continue, or that the trainer has put the server in quarantine. The engine is paused
+then. The state ends when a later update has been verified. While it is undecided, because a process
+may still write or the workers do not answer, it also ends when the weights prove to be whole. A
+quarantine does not.
+
+A lease is out from the moment at which the engine is paused for a writer until the writer has given
+the lease back, has handed it in with its commit, or has ended. Meanwhile the weights cannot be
+proven whole, so the server serves nothing and grants no other lease. The deadline ends the right to
+write, but not the lease: a writer that was stopped between its check of the clock and its write does
+not notice that it is late.
 """
 
 from __future__ import annotations
@@ -26,9 +33,7 @@ from vllm_patching.protocol.messages import Writer
 
 
 class LeaseLost(RuntimeError):
-    """The lease that was shown is not one under which anything may be committed; the message says
-    why.
-    """
+    """The lease of a commit is not valid. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,12 @@ class Lease:
     Attributes:
         id: what its holder shows.
         epoch, version: of the update that it is for.
-        holder: who writes, for messages.
+        holder: the writer, for messages.
         deadline: until when the holder may begin to write, and commit (time.monotonic() of this
             machine, seconds).
         writers: the holder's processes; empty if the server's own workers write, in their updater
             threads.
-        unseen: those of them that cannot be looked up.
+        unseen: writers that cannot be looked up.
     """
 
     id: str
@@ -55,12 +60,12 @@ class Lease:
     unseen: tuple[Writer, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """What the holder is told."""
+        """Return what the holder receives."""
         return {"id": self.id, "deadline": self.deadline}
 
     @property
     def has_ended(self) -> bool:
-        """Whether every process of the holder is known to have ended. Asks the operating system."""
+        """Return whether every process of the holder has ended. Asks the operating system."""
         return (
             bool(self.writers)
             and not self.unseen
@@ -69,7 +74,7 @@ class Lease:
 
     @property
     def remedy(self) -> str:
-        """What is waited for, and what a person can do about it."""
+        """Return the reason of the wait, and the remedy."""
         waits = f"{self.holder} may still write under its lease for version {self.version}"
         if not self.writers:
             return f"{waits}; it ends with the transfer's time limit, or restart the server"
@@ -95,14 +100,14 @@ class Leases:
         writers: tuple[Writer, ...] = (),
         unseen: tuple[Writer, ...] = (),
     ) -> Lease:
-        """A new lease. The one before it must have ended: two writers would make a mixture."""
+        """Grant a lease. The previous one must have ended: two writers would make a mixture."""
         if self.out is not None:
             raise RuntimeError(f"a lease is out already: {self.out.remedy}")
         self.out = Lease(uuid.uuid4().hex, epoch, version, holder, deadline, writers, unseen)
         return self.out
 
     def require(self, shown: str | None, now: float) -> Lease:
-        """The lease that is out, if it is the one shown and its deadline has not passed.
+        """Return the lease that is out, if `shown` is its id and its deadline has not passed.
 
         Raises:
             LeaseLost: otherwise.
@@ -125,13 +130,12 @@ class Leases:
         return lease
 
     def give_back(self, epoch: int, shown: str | None) -> bool:
-        """The holder says that nothing of it is on the way to the weights, and that it will write
-        nothing more.
+        """Take the lease back: its holder has no writes in flight and will write nothing more.
 
         Args:
             epoch: the holder's.
-            shown: the lease's id; None from a holder that was never told it, and so has never
-                written under it.
+            shown: the lease's id; None from a holder that never received it, and so never wrote
+                under it.
 
         Returns:
             whether that was the lease which is out; it has ended then. The workers' own lease does
@@ -149,7 +153,7 @@ class Leases:
         return True
 
     def end(self) -> None:
-        """The writer is done: it has handed the lease in, has let go, or is known to have ended."""
+        """End the lease: its writer has handed it in, has stopped writing, or has ended."""
         self.out = None
 
 
@@ -177,14 +181,13 @@ class Span(NamedTuple):
 class VersionSpans:
     """Follows requests across weight updates.
 
-    An update happens while the engine is paused, so the tokens that left the engine before a
-    certain moment are those of the old weights. They may reach their requests much later, on a busy
-    server; so a switch waits for the first output that left the engine after that moment, and
-    counts then.
+    An update happens while the engine is paused, so tokens that left the engine before that moment
+    belong to the old weights. They may reach their requests much later on a busy server. So a
+    switch waits for the first output that left the engine after that moment, and counts then.
 
-    One moment does for all replicas of a server: before the first of them goes on, all have said
-    that they stand still, and what a replica sampled until then it sent before it said so. So the
-    tokens of the old weights come before any of the new.
+    One moment suffices for all replicas of a server. All confirm the pause before the first one
+    continues, and a replica sends its tokens before it confirms. So tokens of the old weights come
+    before tokens of the new ones.
     """
 
     def __init__(self, version: int = 0, epoch: int = 0) -> None:
@@ -199,11 +202,11 @@ class VersionSpans:
 
     @property
     def version(self) -> int:
-        """Of the weights with which tokens are counted now."""
+        """Return the version with which tokens are counted now."""
         return self.weights.version
 
     def start(self, request_id: str) -> None:
-        """A request is about to be handed to the engine."""
+        """Note a request that goes to the engine next."""
         self._switches[request_id] = []
 
     def known(self, request_id: str) -> None:
@@ -214,13 +217,15 @@ class VersionSpans:
             self._known.add(request_id)
 
     def switch_at(self, moment: float, new: Weights) -> None:
-        """What leaves the engine after `moment` (time.monotonic, seconds) is of the weights `new`."""
+        """Count outputs that leave the engine after `moment` (time.monotonic, seconds) to the
+        weights `new`.
+        """
         self._pending.append((moment, new))
         if not self._switches:
             self.outputs_of(moment, dict)
 
     def outputs_of(self, moment: float, tokens_so_far: Callable[[], Mapping[str, int]]) -> None:
-        """Outputs that left the engine at `moment` are about to be handed on.
+        """Apply the switches that are due for outputs that left the engine at `moment`.
 
         Args:
             tokens_so_far: counts the output tokens of every request that has not ended; asked only
@@ -231,7 +236,7 @@ class VersionSpans:
             self.switch(new, tokens_so_far())
 
     def switch(self, new: Weights, tokens_so_far: Mapping[str, int]) -> None:
-        """The weights change to `new`; `tokens_so_far` counts the output tokens of every running
+        """Change the weights to `new`. `tokens_so_far` counts the output tokens of every running
         request.
         """
         old, self.weights = self.weights, new
@@ -241,11 +246,11 @@ class VersionSpans:
             elif request_id in self._known:
                 switches.append(
                     (old, None)
-                )  # it has ended, and nobody has fetched its result yet: all of it is old
+                )  # it has ended, and its result is not fetched yet: all of it is old
 
     def finish(self, request_id: str, num_tokens: int) -> list[Span]:
-        """The spans of a finished request in the order in which they were served; their lengths add
-        up to `num_tokens`.
+        """Return the spans of a finished request in the order of serving. Their lengths add up to
+        `num_tokens`.
         """
         spans: list[Span] = []
         covered = 0
@@ -260,7 +265,7 @@ class VersionSpans:
         return spans
 
     def forget(self, request_id: str) -> None:
-        """A request ended without a result."""
+        """Drop a request that ended without a result."""
         self._known.discard(request_id)
         self._switches.pop(request_id, None)
 
@@ -272,13 +277,11 @@ class Phase(StrEnum):
 
 
 class BridgeConflict(RuntimeError):
-    """A step was asked for that does not follow from the present state; the message says which
-    would.
-    """
+    """A step does not follow from the present state. The message names the step that would."""
 
 
 class UpdateGivenUp(BridgeConflict):
-    """The step belongs to an update that was given up; it may be done anew."""
+    """The step belongs to an update that was given up and may be repeated."""
 
 
 @dataclass
@@ -290,7 +293,7 @@ class BridgeState:
         weight_version: the version that the server serves (or served last, when unhealthy).
         target_version: the version being installed; None outside an update.
         epoch: how many trainers have joined since the server started.
-        trainer: who the present one is, for messages; empty before the first.
+        trainer: names the present trainer, for messages; empty before the first.
         mode: `broadcast` or `single_copy`; empty before the first trainer.
         transfer: how a broadcast arrives: `direct` (into the live weights, paused) or `overlapped`
             (beside them, then copied); empty for a single copy.
@@ -298,10 +301,10 @@ class BridgeState:
         weight_epoch: of the weights that the server serves: the life of the trainer that made them
             (Unix milliseconds of its start); 0 for the checkpoint's.
         last_error: why the last update failed; empty after one that succeeded.
-        quarantine: why the trainer does not want the server to serve before a full update; empty if
-            it has not said so.
-        undecided: what has to be known before it can be said whether the weights are whole; empty
-            if it is known.
+        quarantine: the trainer's reason for a quarantine, which lasts until a full update; empty
+            without one.
+        undecided: the open fact that decides whether the weights are whole; empty if that is
+            decided.
         gave_up_waiting: the version of the last update if that was given up because its trainer was
             silent; else None.
         updates: number of updates that were served.
@@ -340,7 +343,7 @@ class BridgeState:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests may be accepted.
+        """Return whether requests may be accepted.
 
         An update that mends unhealthy weights must be served before that.
         """
@@ -348,7 +351,7 @@ class BridgeState:
 
     @property
     def awaits_weights(self) -> bool:
-        """Whether the weights at hand must not be served though they are whole."""
+        """Return whether the present weights must not be served though they are whole."""
         return self._awaiting or bool(self.quarantine)
 
     @property
@@ -403,8 +406,8 @@ class BridgeState:
             )
 
     def check_commit(self, epoch: int, version: int) -> None:
-        """Raise BridgeConflict unless the present update is this one: UpdateGivenUp if it was, was
-        given up, and may be done anew at once.
+        """Raise BridgeConflict unless the present update is this one; UpdateGivenUp if it was given
+        up and may be repeated at once.
         """
         self.check_epoch(epoch)
         if not self.in_update:
@@ -424,14 +427,14 @@ class BridgeState:
             )
 
     def begin(self, version: int) -> None:
-        """An update that `check_begin` allowed begins."""
+        """Begin an update that `check_begin` allowed."""
         self.target_version, self._mending = version, self.phase is Phase.UNHEALTHY
         self._ends_in_quarantine = False
         self.gave_up_waiting = None
         self.phase = Phase.UPDATING
 
     def serve(self, checksums: list[str]) -> None:
-        """The update's weights are verified, and the engine goes on with them."""
+        """Serve the update's verified weights."""
         assert self.target_version is not None
         assert not self._ends_in_quarantine
         self.weight_version, self.target_version = self.target_version, None
@@ -448,11 +451,10 @@ class BridgeState:
         """End the update without success.
 
         Args:
-            reason: one sentence for whoever asks.
-            weights_intact: the live weights are proven to be those of `weight_version`, and nobody
-                may write them.
-            undecided: what has to be known before that can be said; it may turn out to be so
-                (`decide`).
+            reason: one sentence for messages.
+            weights_intact: the live weights are proven to be `weight_version`, and no process may
+                write them.
+            undecided: the open fact that decides it later (`decide`).
             trainer_silent: nothing but the trainer's next step was missing.
         """
         self.last_error = reason
@@ -468,15 +470,13 @@ class BridgeState:
             self.undecided, self.phase = "", Phase.SERVING
 
     def decide(self, weights_intact: bool) -> None:
-        """What was undecided is known now. Arguments: see `fail`."""
+        """Decide what was undecided. Arguments: see `fail`."""
         self.undecided = ""
         if self.phase is Phase.UNHEALTHY and weights_intact and not self.awaits_weights:
             self.phase = Phase.SERVING
 
     def fall_back(self, version: int, weight_epoch: int, checksums: list[str]) -> None:
-        """What was served last is gone, and an older version is at hand, whole and verified: that
-        is the one that is served.
-        """
+        """Serve an older version, whole and verified, since the last one is lost."""
         self.weight_version, self.weight_epoch, self.checksums = (
             version,
             weight_epoch,

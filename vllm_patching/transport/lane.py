@@ -1,10 +1,16 @@
-"""One communicator of a cohort: a sender, which is member 0, and receivers, members 1 to n. Each of
-them has all that it gets.
+"""One communicator of a cohort: a sender (member 0), and receivers (members 1 to n) that each get all
+it sends.
 
-torch.distributed keeps one default group per process, and vLLM owns it: lanes are built directly,
-on a store that the trainer hosts, each under a prefix that no other lane ever has. Nothing here
-waits without a deadline, and nothing that is in flight is waited for when it is broken off: NCCL is
-aborted, and what Gloo still does ends in memory that nobody else uses.
+- torch.distributed keeps one default group per process, and vLLM owns it. So lanes are built
+  directly, on a store that the trainer hosts, each under a prefix of its own.
+- Each wait has a deadline, and a lane that is broken off waits for nothing in flight: NCCL is
+  aborted, and Gloo's rest ends in memory that nothing else uses.
+- A receiver on the sender's machine reads the sender's memory. In the host's memory that has no name
+  (memfd): another process opens it through /proc, and it ends with the last process that has it
+  mapped. On a GPU it is opened through CUDA IPC. Gloo then carries a few bytes for each bucket: its
+  place, and that it was taken.
+- To form a lane, each receiver announces itself at the sender's store, waits for the sender's word
+  that all have come, and connects.
 """
 
 from __future__ import annotations

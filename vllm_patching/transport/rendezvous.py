@@ -1,5 +1,10 @@
-"""The store of the trainer at which it meets its receivers, and how they notice that the trainer
-has ended.
+"""The store of the trainer at which it meets its receivers, and the watch by which they notice that
+the trainer has ended.
+
+PyTorch's TCPStore listens on every address, lists its keys for everyone, and keeps everything that
+it receives. This store listens on one address. Both ends prove that they know the secret, which is
+never sent; later bytes are not encrypted. Before a connection has proved it, the host reads 64 bytes
+from it and keeps nothing.
 """
 
 from __future__ import annotations

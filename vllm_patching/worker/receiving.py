@@ -1,8 +1,17 @@
-"""What each rank that receives weights can do for the bridge: vLLM's workers, and processes that
-hold weights for others.
+"""The receiving half of the bridge in each rank: vLLM's workers, and processes that hold weights for
+others.
 
-All of it is called on the main thread of the rank's process. Names are prefixed: in vLLM's worker
-they share one space with its own. Nothing here needs vLLM.
+A thread receives, so that the worker's main thread stays free. It owns the rendezvous with the
+trainer, the process groups, the staging buffer and the time-outs. A transfer is one of two:
+
+- overlapped: into the staging buffer while the model generates; the worker's main thread commits it
+  between two steps;
+- direct: into the live parameters, while the engine is paused and no step runs. It needs no second
+  copy of the weights.
+
+What has arrived is summed and searched for NaN in the same pass, bucket by bucket, during the
+transfer. WeightReceiver's methods run on the main thread of the rank's process. Their names are
+prefixed, since they share one space with vLLM's own. Nothing here needs vLLM.
 """
 
 from __future__ import annotations
