@@ -1,1 +1,1 @@
-"""What runs inside vLLM's processes, and the manifest that both sides of the weight bridge share."""
+"""Code inside vLLM's processes, and the manifest that both sides of the weight bridge share."""

@@ -40,7 +40,7 @@ def attention_failure(heads: int, kv_heads: int, dim: int, like: torch.Tensor) -
     keys, values = plan.lay_out(k, v)
 
     def batch(requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What vLLM would compute in one step with these requests, and what it should be."""
+        """Return vLLM's result of one step with these requests, and the expected one."""
         rows = torch.cat([torch.arange(starts[s] + a, starts[s] + b) for s, a, b in requests]).to(
             like.device
         )

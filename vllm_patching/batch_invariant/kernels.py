@@ -78,7 +78,7 @@ def _combine_chunks(maxima, sums, out, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 
 
 def source_hash() -> str:
-    """Of this file: two sides with the same hash and the same Triton run the same norm."""
+    """Hash of this file: two sides with the same hash and the same Triton run the same norm."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
@@ -156,8 +156,8 @@ def _aligned_copy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    """Whether Triton would compile the same code for it as for a contiguous copy, which it does by
-    what strides divide by.
+    """Return whether Triton would compile the same code for it as for a contiguous copy, which it
+    does by what strides divide by.
     """
     outer = all(stride % _ALIGNMENT == 0 for stride in x.stride()[:-1])
     return (

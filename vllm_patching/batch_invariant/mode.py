@@ -52,15 +52,15 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "structured_outputs": (None,),
 }
-"""Sampling parameter -> the values under which the log-probabilities returned are those of what was
+"""Sampling parameter -> the values under which the returned log-probabilities belong to what was
 sampled from.
 
-Temperature 0 is allowed besides 1: evaluation is greedy, and nobody trains on it.
+Temperature 0 is allowed besides 1: evaluation is greedy, and is not trained on.
 """
 
 
 class DeterminismRefused(ValueError):
-    """What was asked for cannot be deterministic; one line with the remedy."""
+    """The options cannot be deterministic. The message has the remedy in one line."""
 
 
 def prepare_server(args: argparse.Namespace, shared: bool) -> None:
@@ -121,7 +121,7 @@ def _set_flags(args: argparse.Namespace) -> None:
     args.dtype = "bfloat16"
     args.block_size = PAGE
     args.attention_backend = "FLASH_ATTN"
-    # A model's own generation_config.json would change the sampling of requests that say nothing.
+    # A model's own generation_config.json would change the sampling of requests without parameters.
     args.generation_config = "vllm"
 
 
@@ -152,7 +152,7 @@ async def verify(engine: Any) -> dict[str, Any]:
         engine: vLLM's client of the engine, ready.
 
     Returns:
-        {"provenance", "rotary_table", "checks", "seconds"}, for whoever wants to pair with this
+        {"provenance", "rotary_table", "checks", "seconds"}, for a trainer that pairs with this
         server.
 
     Raises:

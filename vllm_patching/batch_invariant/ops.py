@@ -116,8 +116,8 @@ def rotary_embedding(
 
     Args:
         positions: [tokens] int64.
-        q: [tokens, heads * head_dim] (or with the heads apart); k likewise with its own number of
-            heads.
+        q: [tokens, heads * head_dim] (or with the heads apart); k in the same layout with its own
+            number of heads.
         cos_sin_cache: [max_position, rotary_dim] in the model's dtype: cosines, then sines; see
             `rotary_table`.
         interleaved: neighbours are rotated, instead of the halves.

@@ -23,12 +23,11 @@ def enter_mode() -> list[str]:
     """Switch vLLM's batch-invariant mode on, then put this project's operations in the place of
     vLLM's.
 
-    vLLM's mode also changes variables of NCCL and cuBLAS. Those of NCCL are put back, because they
-    choose other protocols than a trainer's; those of cuBLAS get the values that both sides of this
-    project pin.
+    vLLM's mode also changes variables of NCCL and cuBLAS. NCCL's are put back, because they choose
+    other protocols than a trainer's; cuBLAS's get the values that both sides of this project pin.
 
     Returns:
-        What was replaced, as dotted names. A second call changes nothing and returns the same.
+        the replaced functions, as dotted names. A second call changes nothing and returns the same.
 
     Raises:
         SettingsError: the GPU is in use already with other settings, or vLLM was imported with the

@@ -31,8 +31,8 @@ def provenance() -> dict[str, str]:
     """Operation -> kernel with version and settings, and what they share (`machine`, `torch`).
 
     Two processes that return equal dictionaries run the same code with the same settings on the
-    same kind of GPU. It says nothing about whether the kernels are right; that is what the
-    self-test and the comparison of every token are for.
+    same kind of GPU. It does not prove that the kernels are right; that is what the self-test and
+    the comparison of every token are for.
     """
     shared = {"torch": f"{torch.__version__} cuda {torch.version.cuda}"}
     if not torch.cuda.is_available():
@@ -75,8 +75,8 @@ def provenance_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) ->
 
 
 def table_hash(table: torch.Tensor) -> str:
-    """Of a rotary table's shape, dtype and bits: how both sides find out that they rotate by the
-    same angles.
+    """Hash a rotary table's shape, dtype and bits: with it both sides find out that they rotate by
+    the same angles.
     """
     raw = table.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
     return hashlib.sha256(f"{tuple(table.shape)} {table.dtype} ".encode() + raw).hexdigest()[:16]
@@ -91,7 +91,7 @@ def _replaced_linear(major: int) -> str:
 
 
 def _cublas_version() -> str:
-    """Of the library that torch has loaded; "unknown" where it goes by another name."""
+    """Return the version of the library that torch has loaded; "unknown" if it has another name."""
     major = (torch.version.cuda or "").partition(".")[0]
     for name in (f"libcublasLt.so.{major}", "libcublasLt.so"):
         try:

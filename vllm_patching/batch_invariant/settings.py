@@ -1,4 +1,4 @@
-"""What torch and cuBLAS must be told so that a product's sums have one order, the same in vLLM's
+"""Settings of torch and cuBLAS under which a product's sums have one order, the same in vLLM's
 workers and in the trainer.
 """
 
@@ -72,13 +72,13 @@ def settings() -> Iterator[dict[str, str]]:
 
 
 def nccl_variables() -> dict[str, str]:
-    """What the environment says to NCCL."""
+    """Return NCCL's variables in the environment."""
     return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
 
 def restore_nccl(variables: dict[str, str]) -> None:
-    """Make `variables` all that the environment says to NCCL, which reads it when its first group
-    is formed.
+    """Make `variables` NCCL's only variables in the environment, which it reads when its first
+    group is formed.
     """
     for name in nccl_variables().keys() - variables.keys():
         del os.environ[name]

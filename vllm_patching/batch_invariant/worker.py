@@ -1,4 +1,4 @@
-"""What a vLLM worker does in deterministic mode. vLLM imports this module before it builds the
+"""Additions to a vLLM worker in deterministic mode. vLLM imports this module before it builds the
 model, which patches vLLM.
 """
 

@@ -1,4 +1,4 @@
-"""What is added to vLLM's engine core, the process that schedules: it sends tokens in few messages
+"""Additions to vLLM's engine core, the process that schedules: it sends tokens in few messages
 (gathered_outputs.py), notes its steps (progress.py), and checks new weights and goes on in one.
 
 As two messages, the workers' answer goes to the front end and its consent comes back while the
@@ -73,7 +73,7 @@ def install_before_fork() -> None:
 
 
 def prepare_environment(variables: MutableMapping[str, str]) -> None:
-    """Have this process's vLLM, and those that it starts, find and load the plugin.
+    """Have vLLM find and load the plugin, in this process and in its children.
 
     Args:
         variables: os.environ.
@@ -101,8 +101,8 @@ def verify_and_resume(
             `not_finite`.
         expected: the trainer's checksums, by rank.
         version: of the weights, for messages.
-        deadline: time.monotonic() in seconds, after which nobody waits for the answer, so that the
-            engine must not go on.
+        deadline: time.monotonic() in seconds, after which no caller waits for the answer, so that
+            the engine must not go on.
 
     Returns:
         answers: the ranks'. resumed_at: time.monotonic() in seconds just before the engine went on,
@@ -115,7 +115,7 @@ def verify_and_resume(
         return {
             "answers": answers,
             "resumed_at": None,
-        }  # whoever asked compares again, and says what is wrong
+        }  # the caller compares again, and reports the difference
     moment = time.monotonic()
     if moment > deadline:
         return {"answers": answers, "resumed_at": None}

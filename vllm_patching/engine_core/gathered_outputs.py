@@ -7,7 +7,7 @@ both processes. Whoever asked for the final output alone (FINAL_ONLY) sees nothi
 end, so the engine core keeps such a request's tokens for some steps and sends them as one output,
 as if one step had sampled them all (steps with accepted drafts look the same).
 
-What is kept is sent before a pause begins, and while the engine is paused nothing is kept: the
+Kept outputs are sent before a pause begins, and while the engine is paused nothing is kept: the
 front end then knows every token of the old weights by a message that left the engine before the
 pause was answered, on which version_spans rests.
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 STEPS_PER_MESSAGE = 64
 """From here on a message costs little beside what it carries; at 70 steps a second each request is
-heard of once a second."""
+reported once a second."""
 _STEPS_BETWEEN_CLEANINGS = 64
 _ALWAYS_SENT = ("request_id", "new_token_ids", "new_logprobs")
 """Fields of vLLM's EngineCoreOutput that every sampled token has. An output in which another one is
@@ -32,9 +32,9 @@ set is not kept."""
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept of a request: what its outputs hold, not they themselves. Their many small
-    objects would drive others out of the processor's caches, and Python's collector of garbage
-    would look at them again and again.
+    """The kept outputs of a request: their content, not the objects. Their many small objects would
+    drive others out of the processor's caches, and Python's collector of garbage would look at them
+    again and again.
 
     Attributes:
         client: the front end that it is for.
@@ -55,7 +55,7 @@ class _Kept:
     ranks: bytearray = field(default_factory=bytearray)
 
     def fits(self, output: Any) -> bool:
-        """Whether an output's rows of logprobs have the form of those that are kept: a step's are
+        """Return whether an output's rows of logprobs have the form of the kept ones: a step's are
         as wide as its widest request wants them.
         """
         if self.last is None:
@@ -75,7 +75,7 @@ class _Kept:
             self.ranks += rows[2].tobytes()
 
     def whole(self) -> Any:
-        """All as one output: all tokens and logprobs, and whatever else the last one says.
+        """Return all as one output: all tokens and logprobs, and the other fields of the last one.
 
         Nothing is kept afterwards.
         """
@@ -98,7 +98,7 @@ class GatheredOutputs:
 
     Args:
         request_of: the scheduler's request by its id; None once it has ended.
-        may_wait: whether nobody looks at this request before it ends.
+        may_wait: whether no client sees this request before it ends.
         kind: vLLM's EngineCoreOutput.
     """
 
@@ -113,7 +113,7 @@ class GatheredOutputs:
         self._steps, self._dealt = 0, 0
 
     def step(self, client: int, outputs: list[Any]) -> list[Any]:
-        """What of a step's outputs is sent now, joined with what was kept before.
+        """Return the outputs to send now, joined with the kept ones.
 
         Args:
             client: the front end that the outputs are for.
@@ -142,7 +142,7 @@ class GatheredOutputs:
         return sent
 
     def release(self) -> dict[int, list[Any]]:
-        """All that is kept, by the front end that it is for."""
+        """Return all kept outputs, by front end."""
         released: dict[int, list[Any]] = {}
         for kept in self._kept.values():
             if kept.last is not None:
@@ -168,7 +168,7 @@ class GatheredOutputs:
 
 
 def waits_for_the_end(request: Any) -> bool:
-    """Whether a request's caller sees nothing of it before it ends, and nothing but the engine core
+    """Return whether a request's caller sees nothing of it before it ends, and only the engine core
     can end it.
 
     Stop strings are found by the front end, which so must see every token at once; and of an input
@@ -240,7 +240,7 @@ def install(
 
 
 def _is_empty(message: Any) -> bool:
-    """Whether there is nothing in a step's message to a front end that anybody would miss."""
+    """Return whether a step's message to a front end is empty."""
     rest: Iterable[Any] = (
         getattr(message, name, None)
         for name in ("scheduler_stats", "finished_requests", "utility_output")

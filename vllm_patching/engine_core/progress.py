@@ -2,9 +2,9 @@
 shape is under way.
 
 The engine core answers questions between two steps alone. A step whose shape never ran before may
-compile kernels, which takes minutes, and no message can say so meanwhile. So the engine core writes
-the begin of such a step into a file that the server's API process has mapped, too. Everything here
-runs on the engine core's main thread.
+compile kernels, which takes minutes, and no message can report it during that time. So the engine
+core writes the begin of such a step into a file that the server's API process has mapped, too.
+Everything here runs on the engine core's main thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What both sides of the weight bridge agree on: layouts, checksums, leases, messages.
+"""The contract of both sides of the weight bridge: layouts, checksums, messages.
 
 No vLLM and no HTTP.
 """

@@ -1,4 +1,4 @@
-"""One number for a set of weights that changes when any bit of any weight changes its value or its
+"""A checksum of a set of weights. It changes when any bit of any weight changes its value or its
 place.
 
 Each tensor's bytes are read as 32-bit integers x_0, x_1, … (zeros fill up the last one) and
@@ -45,7 +45,7 @@ EXPONENTS = {
 
 @dataclass(frozen=True)
 class WeightSummary:
-    """What a pass over the weights found.
+    """The result of a pass over the weights.
 
     Attributes:
         checksum: 32 hexadecimal digits over every tensor's name, shape, dtype and bits.
@@ -81,12 +81,12 @@ class Part:
 
 
 class WeightSums:
-    """Sums over a fixed list of tensors, computed anew as often as asked.
+    """Sums over a fixed list of tensors, computed at each pass.
 
     On a GPU everything is enqueued on the current stream, one kernel for any number of tensors, so
     a transfer can be checked while it is still going on: `reset`, `add` for each part, `read`. A
     tensor may be added piece by piece, in any order, by one process or by several (`of_parts`,
-    `rows`, `summary_of`): the sums are those of the whole.
+    `rows`, `summary_of`): the sums are the whole tensor's.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class WeightSums:
 
 
 def summary_of(rows: Sequence[Row], *sums: Sequence[Sequence[int]]) -> WeightSummary:
-    """What is known of a list of tensors.
+    """Return the summary of a list of tensors.
 
     Args:
         rows: the list.

@@ -1,4 +1,6 @@
-"""The parameters of a vLLM worker. Both sides of the bridge compare them before a byte is sent."""
+"""The parameters of a vLLM worker, and the buckets in which they are sent. Both sides of the bridge
+compare the parameters before a byte is sent, and compute the same buckets from them.
+"""
 
 from __future__ import annotations
 
@@ -210,8 +212,8 @@ def local_view(item: FlatSlice, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def mismatches(manifest: Manifest, trainer: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
-    """What keeps `manifest` from being filled by a trainer with these parameters (name -> full
-    shape, dtype).
+    """List the differences between `manifest` and a trainer's parameters (name -> full shape,
+    dtype).
 
     Returns one sentence for each difference, naming the parameter and both values; empty when every
     parameter of each side has its partner on the other.
@@ -235,7 +237,7 @@ def mismatches(manifest: Manifest, trainer: Mapping[str, tuple[tuple[int, ...], 
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """`bfloat16` -> torch.bfloat16. Raises ValueError for anything that is no dtype of torch."""
+    """`bfloat16` -> torch.bfloat16. Raises ValueError for any other name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a torch dtype")
@@ -260,7 +262,7 @@ class Piece:
         item: number of the slice in the layout.
         first, last: rows first … last - 1 of the slice, counted from its own first one.
         start: where the piece begins in its slice, bytes; a multiple of 16, so that its sums are
-            those of whole words.
+            sums of whole words.
         offset: where it begins in a buffer of its bucket, bytes; a multiple of 16.
         num_bytes: of the piece.
     """
@@ -307,8 +309,8 @@ def buckets(layout: Sequence[FlatSlice], limit: int = BUCKET_BYTES) -> list[Buck
     """Cut a layout (manifest.flat_layout) into buckets.
 
     Args:
-        limit: bytes of a bucket. Rows are not cut, and go in groups of which each begins at a
-            multiple of 16 bytes; a group that is larger than a bucket is one all the same.
+        limit: bytes of a bucket. Rows are not cut, and go in groups that begin at a multiple of 16
+            bytes; a group that is larger than a bucket is one all the same.
     """
     found: list[Bucket] = []
     pieces: list[Piece] = []

@@ -24,9 +24,8 @@ logger = logging.getLogger("vllm.lockstep.bridge")
 
 
 class Route(StrEnum):
-    """How the weights of a broadcast travel.
-
-    Whoever sends chooses, since it knows where both ends keep theirs.
+    """The way of the weights of a broadcast. The sender chooses it, since it knows where both ends
+    keep their weights.
     """
 
     NCCL = "nccl"
@@ -39,7 +38,8 @@ class Route(StrEnum):
 
 
 LARGEST = 2**53 - 1
-"""Of epochs and versions: every JSON reader keeps such integers exactly, and 64 bits hold them."""
+"""Largest epoch or version: every JSON reader keeps such integers exactly, and 64 bits hold
+them."""
 Epoch = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 
 
@@ -346,16 +346,18 @@ class LoraWorker(Protocol):
         """Load an adapter, all or nothing."""
 
     def lora_remove(self, adapter_ids: list[int]) -> list[int]:
-        """Remove adapters. Return the ids of those that stay."""
+        """Remove adapters. Return the ids of the adapters that stay."""
 
 
 VERIFY_AND_RESUME = "lockstep_verify_and_resume"
 CAN_VERIFY_AND_RESUME = "lockstep_can_verify_and_resume"
-"""What the module engine_core adds to vLLM's engine core."""
+"""Methods that engine_core adds to vLLM's engine core."""
 
 
 class BridgeRefusal(RuntimeError):
-    """An answer other than success: the HTTP status and one sentence that says what and what to do."""
+    """An answer other than success: the HTTP status, and one sentence with the reason and the
+    remedy.
+    """
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -363,7 +365,7 @@ class BridgeRefusal(RuntimeError):
 
 
 def rank_name(answer: Mapping[str, Any]) -> str:
-    """Whose answer it is, for messages: of several replicas the first is not named."""
+    """Return the rank of an answer, for messages. The first replica is not named."""
     replica = answer.get("replica", 0)
     return (
         f"rank {answer['tp_rank']} of replica {replica}" if replica else f"rank {answer['tp_rank']}"
@@ -373,7 +375,7 @@ def rank_name(answer: Mapping[str, Any]) -> str:
 def compare(
     answers: Sequence[Mapping[str, Any]], expected: Sequence[str], version: int, what: str
 ) -> None:
-    """Refuse weights that are not what the trainer sent, or that nothing can be computed with.
+    """Refuse weights that differ from the trainer's, or that are not finite.
 
     Args:
         answers: of each rank: `tp_rank`, `checksum` and `not_finite`; `late` where the writes that
@@ -412,7 +414,7 @@ class Writer:
     Attributes:
         host: name of its machine.
         pid: its process id there.
-        started: clock ticks from the machine's start to its own, which tells it apart from a later
+        started: clock ticks from the machine's start to its own, which distinguish it from a later
             process of the same id.
     """
 
@@ -431,11 +433,11 @@ class Writer:
         return f"{self.host}:{self.pid}"
 
     def is_here(self) -> bool:
-        """Whether this process sees that one, so that it will see it end."""
+        """Return whether this process sees that one, and so will see it end."""
         return self.host == os.uname().nodename and _start_time(self.pid) == self.started
 
     def has_ended(self) -> bool:
-        """Whether a process that was seen here is known to have ended, with every thread of it.
+        """Return whether a process that was seen here has ended, with all its threads.
 
         The first thread of a killed process may be a zombie while others still run. With the last
         of them the memory and the GPU contexts of the process go, and what they had enqueued.
@@ -449,7 +451,7 @@ class Writer:
             return _is_dead(_PROC / f"{self.pid}/stat") and all(
                 map(_is_dead, _PROC.glob(f"{self.pid}/task/*/stat"))
             )
-        except OSError as error:  # too many open files, say
+        except OSError as error:  # such as too many open files
             logger.warning("whether process %s has ended cannot be looked up: %s", self, error)
             return False
 
@@ -465,8 +467,8 @@ def process_here(pid: int) -> Writer:
 
 
 def _fields(stat: Path) -> list[str]:
-    """The fields after the command's name, which may hold anything; none if there is no such
-    process.
+    """Return the fields after the command's name, which may contain any character; none without
+    such process.
     """
     try:
         return stat.read_text().rpartition(")")[2].split()

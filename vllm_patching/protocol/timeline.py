@@ -1,5 +1,4 @@
-"""What a process was doing, and when: spans of time in a file of its own, if LOCKSTEP_TIMELINE
-names a folder.
+"""Spans of a process's activities, in a file of its own, if LOCKSTEP_TIMELINE names a folder.
 
 One JSON object a line. The first one of each process names it:
 
@@ -26,17 +25,17 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 VARIABLE = "LOCKSTEP_TIMELINE"
-"""Of the environment: the folder for the files; without it nothing is written."""
+"""Environment variable with the folder for the files; without it nothing is written."""
 MOST_BYTES = 64 << 20
-"""Of one file. Spans beyond are left out, and a warning says so once."""
+"""Limit of one file. Later spans are dropped, with one warning."""
 LONGEST_SPAN_SECONDS = 10.0
-"""An activity that lasts longer is written in pieces, at the first thing that is told after that: a
-kill loses no more."""
+"""A longer activity is written in pieces, at the next event after this time, so that a kill loses
+no more."""
 
 Fact = int | float | str | bool
 
 _BEHIND = time.time_ns() - time.monotonic_ns()
-"""Unix time less the monotonic clock's, once for a process: a clock that is set meanwhile tears no
+"""Unix time less the monotonic clock's, once for a process: a change of the system clock tears no
 span."""
 
 
@@ -85,7 +84,7 @@ class Timeline:
 
     @property
     def on(self) -> bool:
-        """Whether anything is written."""
+        """Return whether spans are written."""
         return self._file >= 0
 
     def write(self, what: str, begin: int, end: int | None = None, **facts: Fact) -> None:
@@ -162,7 +161,7 @@ def open_timeline(role: str, name: str) -> Timeline:
 
 
 class Activity:
-    """What a process is at, one thing at a time: a span ends when the next begins."""
+    """The activity of a process, one at a time: a span ends when the next begins."""
 
     def __init__(self, timeline: Timeline, clock: Callable[[], int] = unix_ns) -> None:
         """
@@ -174,7 +173,7 @@ class Activity:
         self._what, self._begin = "", 0
 
     def be(self, what: str) -> None:
-        """From now on it is at this; empty: at nothing, which makes no span."""
+        """Begin this activity; empty: none, which makes no span."""
         now = self._clock()
         if what == self._what and now - self._begin < LONGEST_SPAN_SECONDS * 1e9:
             return

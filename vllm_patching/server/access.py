@@ -1,14 +1,14 @@
-"""Who may ask this server for what: the API key, and without one the caller's machine and the names
-a browser came by.
+"""Access to this server: the API key, and without a key the caller's machine and the names that a
+browser used.
 
 With a key, everything but the monitoring paths needs it. Without one
 
 * a request that another web page sent is refused, and so is a change for which a browser followed a
   link (see `browsers`);
-* a request is refused if its Host is a name that anybody may have pointed at this machine;
-* whoever reaches the port may look and sample, as with `vllm serve`. What pauses the engine or
-  changes weights, adapters or caches answers this machine alone. What may be asked for from afar is
-  listed; all that is not listed is of that kind.
+* a request is refused if its Host is a name that a stranger may have pointed at this machine;
+* every machine that reaches the port may look and sample, as with `vllm serve`. Routes that pause
+  the engine or change weights, adapters or caches answer this machine alone. The routes for other
+  machines are listed; all other routes answer this machine alone.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ FROM_AFAR = MONITORING | {
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/embeddings", "/v1/messages",
     "/v1/messages/count_tokens", "/v1/models", "/v1/realtime", "/v1/responses",
 }  # fmt: skip
-"""What another machine may ask for when there is no key: looking and sampling."""
+"""Routes that answer other machines when there is no key: looking and sampling."""
 PROVE = "lockstep.prove"
 """The ASGI extension by which the server's connections learn which of them belong to callers that
 are known."""
@@ -150,7 +150,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Door:
-    """What a server lets in.
+    """The requests that a server accepts.
 
     Attributes:
         keys: any of them is the right one; with none, see the module.
@@ -217,7 +217,7 @@ class Door:
         return None
 
     def is_ours(self, host: str) -> bool:
-        """Whether a Host header can only have come from who meant this server.
+        """Return whether a Host header can only come from a client that meant this server.
 
         A page that was loaded under a name of the attacker's, which then gets this machine's
         address, sends that name. An address cannot be made to point elsewhere, so it is as good as
@@ -281,12 +281,12 @@ def _say(text: str) -> None:
 
 
 def host_name(host: str) -> str:
-    """`Example.com.:9001` → `example.com`, `[::1]:9001` → `::1`; empty if this is no host with or
-    without a port.
+    """Reduce `Example.com.:9001` to `example.com`, `[::1]:9001` to `::1`; empty if this is not a
+    host with or without a port.
     """
     try:
         parts = urlsplit(f"//{host}")
-        _ = parts.port  # raises for what is no port
+        _ = parts.port  # raises for an invalid port
     except ValueError:
         return ""
     if parts.netloc != host or "@" in host or parts.hostname is None:
@@ -295,7 +295,7 @@ def host_name(host: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Whether it is an IP address as it stands, which needs nobody's answer to be found."""
+    """Return whether it is an IP address, which needs no name server."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -304,12 +304,12 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether it is localhost or an address that means the machine on which it is used."""
+    """Return whether it is localhost or an address that means the machine on which it is used."""
     return name == "localhost" or (is_address(name) and _plain(name).is_loopback)
 
 
 def asked_of(scope: Mapping[str, Any]) -> Asked:
-    """What an ASGI scope says of its request."""
+    """The parts of an ASGI scope that decide about access."""
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         # Of a header that comes twice both values count: the result names nothing that is let in.
@@ -337,7 +337,7 @@ def asked_of(scope: Mapping[str, Any]) -> Asked:
 
 
 def is_from_here(client: tuple[str, int] | None, server: tuple[str, int | None] | None) -> bool:
-    """Whether a connection comes from a process on this machine.
+    """Return whether a connection comes from a process on this machine.
 
     Args:
         client: address and port of the other end; None over a Unix socket, and where a connection
@@ -403,8 +403,8 @@ class AskAtTheDoor:
             return None
         client = scope["client"][0] if scope.get("client") else ""
         wait, is_right = self._attempts.wait(client), self._door.knows(asked)
-        # A host that works with the right key goes on if somebody else there guesses. A stranger's
-        # guess is not even answered as right while its address has to wait.
+        # A host that uses the right key is not blocked if another process there guesses. A
+        # stranger's guess is not even answered as right while its address has to wait.
         if is_right and (
             not wait
             or self._attempts.is_known(client)

@@ -699,8 +699,8 @@ class BridgeController:
     async def _follow(self, writers: Sequence[Writer], events: Sequence[str]) -> bool:
         """Prepare for the trainer that has joined. Return whether checks wait for its events."""
         self._cohort = ""
-        # A process that could not be seen at first (in another container, say) has not ended if it
-        # cannot be seen.
+        # A process that was not visible at first (as in another container) has not ended if it is
+        # not visible.
         self._writers = tuple(writers)
         self._unseen = tuple(writer for writer in writers if not writer.is_here())
         self._watchdog.follow([writer for writer in writers if writer not in self._unseen])

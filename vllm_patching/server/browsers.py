@@ -1,4 +1,4 @@
-"""Requests that a browser sends for somebody who may not have meant them. Pure.
+"""Requests that a browser may send against its user's will. Pure.
 
 Browsers set `Origin` and `Sec-Fetch-*` themselves, and no page can change them. Programs such as
 curl, aiohttp and requests send none of these headers, so the rules here do not affect them. The

@@ -1,10 +1,10 @@
 """vllm_bridge_config.json: what a server publishes for trainers on its machine, and what it leaves
 behind when it is killed.
 
-Each server has a file of its own. The first one in a folder takes the documented name; whoever
-finds that taken puts its port into the name. A server keeps its file locked (flock) for as long as
-it lives. The kernel lets go when the process ends, however it ends, so whether a file's server
-lives is known also where process ids say nothing, as in another container.
+Each server has a file of its own. The first one in a folder takes the documented name; a server
+that finds that taken puts its port into the name. A server keeps its file locked (flock) for as
+long as it lives. The kernel lets go when the process ends, however it ends, so whether a file's
+server lives is known even where process ids have no meaning, as in another container.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ _POLL_SECONDS = 0.02
 
 
 class ConfigFileError(RuntimeError):
-    """The file cannot be written; the message says where, why and what to do."""
+    """The file cannot be written. The message gives the place, the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What lies under one of the names that a server may take.
+    """The file under one of the names that a server may take.
 
     Attributes:
         held: its server lives.
-        facts: what it says; empty if it is torn.
+        facts: its content; empty if it is torn.
     """
 
     held: bool
     facts: Mapping[str, Any]
 
     def is_left_by(self, port: int) -> bool:
-        """Whether the server of this port left it, or one of a version that did not write its port."""
+        """Return whether the server of this port left it, or one of a version that did not write
+        its port.
+        """
         return not self.held and self.facts.get("port", port) == port
 
     @property
@@ -92,9 +94,8 @@ class ConfigFile:
 
         A server that was killed in the middle of a run leaves its file. If the trainer named there
         still lives (or cannot be looked up, being on another machine), it holds newer weights, and
-        will send them as soon as it finds this server. What the servers of other ports left is
-        theirs: it keeps nobody else waiting, and is overwritten only if no trainer that may live
-        waits for its server.
+        will send them as soon as it finds this server. Files of servers at other ports delay no
+        other server, and are overwritten only if no trainer that may live waits for its server.
 
         Raises:
             ConfigFileError: the folder cannot be written.
@@ -230,8 +231,8 @@ class ConfigFile:
 
 
 def runs_here(trainer: str) -> bool | None:
-    """Whether the process of "trainer HOST:PID", or of anything else followed by these, runs on
-    this machine; None if it is on another one, and cannot be looked up.
+    """Return whether the process of "trainer HOST:PID", or of anything else followed by these, runs
+    on this machine; None if it is on another one, and cannot be looked up.
     """
     host, _, pid = trainer.rpartition(" ")[2].rpartition(":")
     if host != os.uname().nodename or not pid.isdigit():
@@ -244,7 +245,7 @@ def runs_here(trainer: str) -> bool | None:
 
 
 def _look(path: Path) -> _Found | None:
-    """What is under a name; None if nothing is, or a link to nothing."""
+    """Return the file under a name; None if there is none, or a dangling link."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -255,7 +256,7 @@ def _look(path: Path) -> _Found | None:
         try:
             facts = json.load(file)
         except ValueError:
-            facts = {}  # torn: it says nothing about a trainer
+            facts = {}  # torn: it names no trainer
         facts = facts if isinstance(facts, dict) else {}
         lives = f"{facts.get('hostname')}:{facts.get('pid')}"
         locked = _lock(descriptor)

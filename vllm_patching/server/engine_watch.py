@@ -1,4 +1,4 @@
-"""Watches whether vLLM's engine makes progress, and ends the requests of one that does not."""
+"""The watch over the progress of vLLM's engine. It ends the requests of an engine that makes none."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class EngineProgress:
                 replica.silent += seconds
 
     def excused(self) -> None:
-        """Begin to count again: the engine stands still because it was told to."""
+        """Begin to count again: the engine is paused on purpose."""
         for replica in self._replicas:
             self._progressed(replica)
 
@@ -86,7 +86,7 @@ class EngineProgress:
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be sampled; empty if all replicas make progress.
+        """Return why no token can be sampled; empty if all replicas make progress.
 
         The text stays the same while it lasts.
         """
@@ -132,7 +132,7 @@ class EngineWatch:
         Args:
             engine: vLLM's AsyncLLM.
             limit: seconds without progress after which there is trouble (--engine-timeout).
-            held: return whether the engine stands still because it was told to.
+            held: return whether the engine is paused on purpose.
             end_requests: answer every request in flight with a reason.
         """
         self._engine, self._limit, self._held, self._end_requests = (
@@ -152,7 +152,7 @@ class EngineWatch:
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be sampled; empty while the engine makes progress."""
+        """Return why no token can be sampled; empty while the engine makes progress."""
         return self._trouble
 
     async def start(self, timeout: float) -> None:

@@ -35,7 +35,7 @@ _SPREAD_REPLICAS = {
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line that says what is wrong and what to do."""
+    """End with one line that gives the error and the remedy."""
     print(f"ERROR vllm_api_server: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -182,8 +182,8 @@ def refuse_what_moves_weights(args: argparse.Namespace) -> None:
 
 
 def refuse_dev_mode(bridge: str) -> None:
-    """End with one line if vLLM's routes for developers are on, by which anybody could change the
-    server under the bridge.
+    """End with one line if vLLM's routes for developers are on, by which any client could change
+    the server under the bridge.
     """
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0"):
         fail(

@@ -19,7 +19,7 @@ from vllm_patching.protocol.messages import Message
 from vllm_patching.server.state import Span, VersionSpans
 
 LARGEST_COUNT = 2**31 - 1
-"""Of tokens, and the largest token id: the engine keeps both in 32 bits."""
+"""Largest number of tokens, and largest token id: the engine keeps both in 32 bits."""
 LARGEST_SEED = 2**64 - 1024
 """Each of up to 1,024 samples adds its index to the seed, and a seed has 64 bits."""
 TokenId = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
@@ -89,7 +89,7 @@ class GenerateRequest(Message):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether logprobs of the prompt's tokens are asked for."""
+        """Return whether logprobs of the prompt's tokens are requested."""
         return self.prompt_token_logprobs or self.prompt_logprobs is not None
 
     def sampling_parameters(self, sample: int) -> dict[str, Any]:
@@ -125,14 +125,14 @@ JSON has no infinity. vLLM's own routes answer the same."""
 
 
 class LogprobNotFinite(RuntimeError):
-    """The model gave a logprob that is no number, which JSON does not have and nobody can learn
-    from.
+    """The model gave a logprob that is not a number, which JSON cannot hold and no trainer can
+    learn from.
     """
 
 
 CUT_OFF = ("abort", "error")
-"""vLLM's reasons for a sample that ended before its time; a server that is told to end answers all
-that it has in this way."""
+"""vLLM's reasons for a sample that ended early; a server that receives SIGTERM answers all that it
+has in this way."""
 
 
 class CutOff(RuntimeError):
@@ -151,15 +151,14 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     such logprobs; it always holds the sampled token. An answer has one of the two, and `text` only
     where it was asked for. `weight_version_spans` has [version, number of tokens] in the order in
     which the weights were served, `weight_epoch_spans` the weight epoch of each. `weight_versions`
-    and `weight_epochs` are those of the first span: the oldest weights that a token of the
-    completion was sampled with. Their version need not be the smallest, for a trainer that resumes
-    goes back.
+    and `weight_epochs` belong to the first span: the oldest weights that a token of the completion
+    was sampled with. Their version need not be the smallest, for a trainer that resumes goes back.
 
     `prompt_token_logprobs[position]` or `prompt_logprobs[position]`, where they were asked for, is
     the same of the prompt's tokens given those before each: null or {} for the first, which nothing
-    predicts; as a number never below -9999, which stands for a token that is impossible. They are
-    those of the model itself, at temperature 1, whatever the sampling parameters and
-    `--logprobs-mode` are.
+    predicts; as a number never below -9999, which stands for a token that is impossible. They come
+    from the model itself, at temperature 1, whatever the sampling parameters and `--logprobs-mode`
+    are.
     """
 
     text: list[str] | msgspec.UnsetType = msgspec.UNSET
@@ -378,7 +377,7 @@ def _require_finite(tokens: Sequence[int], logprobs: list[float], what: str) -> 
 CHECK_SECONDS = 30.0
 """Deadline of a check."""
 SHARED_SECONDS = 5.0
-"""A check also answers those who ask within this time after its end, so that there is at most one
+"""A check also answers callers within this time after its end, so that there is at most one check
 in so many seconds."""
 
 

@@ -1,5 +1,5 @@
-"""The 503 of a server that cannot sample now: for new requests, for those in flight when its engine
-hangs, and at its end.
+"""The 503 of a server that cannot sample now: for new requests, for requests in flight when its
+engine hangs, and at its end.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ OPEN_PATHS = frozenset(
         "/deterministic",
         "/sampling",
         "/vocabulary",
-        "/weights",  # says itself whether anything can be generated
-        "/health_generate",  # says itself why nothing can be generated
+        "/weights",  # answers in any state with the reason
+        "/health_generate",  # answers in any state with the reason
     }
 )
-"""Read with GET, they say something of the server and sample nothing. /health and /ping are not
-among them: vLLM's own say that all is well for as long as its engine lives, whatever its weights
-are."""
+"""Paths that describe the server on GET and sample nothing. /health and /ping are not among them:
+vLLM's own answer 200 while its engine lives, whatever its weights are."""
 OPEN_PREFIXES = ("/bridge/", "/lora/", "/turns/")
-"""Ours, by any method: they mend what is wrong, and refuse by themselves what they cannot do."""
+"""Our own routes, by any method. They repair the server, and refuse by themselves."""
 TRY_AGAIN_LATER = 1013
 """WebSocket's close code for it."""
 ENDING = "this server is ending, and what it was asked for with it: ask again, or another server"
@@ -47,16 +46,17 @@ logger = logging.getLogger("vllm.lockstep.engine")
 
 
 class Availability(Protocol):
-    """What the guard asks."""
+    """The guard's view of the service."""
 
     def unavailable(self) -> str:
         """Why nothing can be generated now; empty if it can."""
 
 
 def is_open(method: str, path: str) -> bool:
-    """Whether a request is answered also while nothing can be sampled rightly.
+    """Return whether a request is answered even while no token can be sampled with the right
+    weights.
 
-    What a list like this does not know, waits.
+    Paths that are not listed wait.
     """
     if path.startswith(OPEN_PREFIXES):
         return True
@@ -68,7 +68,7 @@ def is_open(method: str, path: str) -> bool:
 class _Answer:
     """One guarded request in flight.
 
-    Whoever ends it answers the client, and drops what the app sends later.
+    Ending it answers the client. Later messages of the app are dropped.
     """
 
     def __init__(self, scope: Mapping[str, Any], send: Any) -> None:
@@ -143,8 +143,8 @@ class _Answer:
 
 
 class RefuseWhileUnavailable:
-    """ASGI middleware: everything but what `is_open` lists gets a 503 with the reason while nothing
-    can be sampled rightly.
+    """ASGI middleware: while no token can be sampled with the right weights, all requests get a 503
+    with the reason, except the paths that `is_open` lists.
 
     So does a request that is cancelled before its answer has begun. uvicorn cancels what is under
     way when the server ends, and would answer 500: a fault of the server's, where the request is as

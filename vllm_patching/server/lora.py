@@ -1,10 +1,10 @@
-"""LoRA adapters, exchanged while the server runs: whoever names no adapter is served the newest
+"""LoRA adapters, exchanged while the server runs: a request that names no adapter uses the newest
 one.
 
 Every load gets an id and a name that were never used before. vLLM's prefix cache is keyed by the
-adapter's name, so what was computed under one adapter can never be found under another, and nothing
-has to be paused or cleared. A request keeps the adapter that it began with; an adapter is forgotten
-when its last request has ended.
+adapter's name, so values of one adapter are never used for another, and nothing has to be paused or
+cleared. A request keeps the adapter that it began with; an adapter is forgotten when its last
+request has ended.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class AdapterRemovals:
     ) -> None:
         """
         Args:
-            remove: asks the workers to forget adapters; answers with those that each rank holds
-                then. Has a deadline.
-            freed: called when there is room again.
+            remove: has the workers forget adapters. Returns the adapters that each rank holds then.
+                Has a deadline.
+            freed: called when another adapter fits.
         """
         self._remove, self._freed = remove, freed
         self._pending: set[int] = set()
@@ -113,7 +113,7 @@ FIRST_ID = 1_000_000
 
 
 class LoraRefusal(RuntimeError):
-    """The server does not do what it was asked; what it served before, it serves still.
+    """The server refuses a request. It still serves what it served before.
 
     Attributes:
         status: HTTP status of the answer.
@@ -125,7 +125,7 @@ class LoraRefusal(RuntimeError):
 
 
 class AdapterSpans(VersionSpans):
-    """Of requests that keep the weights they began with."""
+    """Spans of requests that keep the weights they began with."""
 
     def __init__(self, version: int = 0, epoch: int = 0) -> None:
         super().__init__(version, epoch)
@@ -185,7 +185,7 @@ class LoraController:
         engine: vLLM's engine client.
         model: what the server calls its base model.
         timeout: seconds that a load may take, waiting included.
-        spans: told of the version that new requests begin with.
+        spans: receives the version that new requests begin with.
     """
 
     def __init__(self, engine: Any, model: str, timeout: float, spans: AdapterSpans) -> None:
@@ -241,12 +241,12 @@ class LoraController:
                 self._retire_if_idle(adapter)
 
     def info(self) -> dict[str, Any]:
-        """What a trainer compares with its own model before the first load."""
+        """Return the facts that a trainer compares with its model before the first load."""
         return {"model": self._model, **self._limits(), "ranks": [rank["manifest"] for rank in self._ranks],
                 "base_checksums": [rank["checksum"] for rank in self._ranks]}  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        """What is served now, and how the last exchange went."""
+        """Return the served adapter, and the figures of the last exchange."""
         return {
             "enabled": True,
             "model": self._model,
@@ -380,7 +380,7 @@ class LoraController:
         return answers
 
     async def _wait_for_room(self) -> None:
-        """Until another adapter can be held beside those that are in use."""
+        """Wait until another adapter fits beside the adapters in use."""
         capacity, deadline = self._ranks[0]["capacity"], time.monotonic() + self.timeout
         while (
             len(self._retiring) + len(self._removals.pending) + (self._current is not None)

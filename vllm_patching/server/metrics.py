@@ -1,9 +1,9 @@
 """The weight bridge's figures on vLLM's own GET /metrics.
 
-They are ordinary gauges and counters of prometheus_client's default registry, brought up to date
-when somebody asks for /metrics and whenever a step of an update has been taken. A collector that
-computes them on demand would be simpler, and would be missing when PROMETHEUS_MULTIPROC_DIR is set:
-vLLM then answers from the files which gauges and counters write there, and from nothing else.
+They are ordinary gauges and counters of prometheus_client's default registry, brought up to date on
+each GET /metrics and whenever a step of an update has been taken. A collector that computes them on
+demand would be simpler, and would be missing when PROMETHEUS_MULTIPROC_DIR is set: vLLM then
+answers from the files which gauges and counters write there, and from nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 State = Mapping[str, Any]
-"""What BridgeState.to_json returns; of a server that shares no weights, only weight_version and
+"""The result of BridgeState.to_json; of a server that shares no weights, only weight_version and
 weight_epoch. Missing keys are left out."""
 
 

@@ -111,21 +111,21 @@ NOT_SHARED = (
 
 
 class Receives(Protocol):
-    """What the routes act on; `engine` and `bridge` are None as long as nothing can be received."""
+    """The service behind the routes. `engine` and `bridge` are None until weights can be received."""
 
     engine: Any
     deterministic: dict[str, Any] | None
 
     @property
     def bridge(self) -> BridgeController | None:
-        """Whose steps the routes are."""
+        """Return the bridge whose steps the routes are."""
 
     def weights_served(self) -> dict[str, Any]:
-        """What GET /weights answers."""
+        """Return the answer to GET /weights."""
 
 
 def add_bridge_routes(router: APIRouter, service: Receives) -> None:
-    """Add them."""
+    """Add /weights and the /bridge routes."""
 
     @router.get("/weights")
     async def weights() -> JSONResponse:
@@ -187,7 +187,7 @@ several kinds."""
 
 
 class LockstepService:
-    """What the routes act on; filled in when vLLM's engine is ready."""
+    """The service behind the routes; filled in when vLLM's engine is ready."""
 
     def __init__(self) -> None:
         self.engine: Any = None
@@ -201,12 +201,12 @@ class LockstepService:
         self.weights: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Version and epoch of the weights that are served."""
         self.deterministic: dict[str, Any] | None = None
-        """Of the self-test, with the provenance of the kernels; None if the server is not in
-        deterministic mode."""
+        """Report of the self-test, with the provenance of the kernels; None outside deterministic
+        mode."""
 
     def weights_served(self) -> dict[str, Any]:
-        """What GET /weights answers: whether a request that is sent now would be answered, and by
-        which weights.
+        """Return the answer to GET /weights: whether a request would be answered now, and by which
+        weights.
 
         During the short pause of an update it would be: it waits.
         """
@@ -222,7 +222,7 @@ class LockstepService:
         }
 
     def unavailable(self) -> str:
-        """Why nothing can be generated now; empty if it can."""
+        """Return why no token can be generated now; empty if one can."""
         if self.engine is None:
             return LOADING
         if engine_is_dead(self.engine):
@@ -253,7 +253,7 @@ def attach(
     of everything.
 
     Args:
-        timeline: told of the requests that come through.
+        timeline: counts the requests that come through.
     """
     app.include_router(make_router(service))
     # vLLM hands the app over with its middleware stack built, so ours goes around the finished

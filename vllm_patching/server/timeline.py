@@ -25,11 +25,11 @@ class ServerTimeline:
 
     @property
     def on(self) -> bool:
-        """Whether anything is written."""
+        """Return whether spans are written."""
         return self._timeline.on
 
     def requests(self, change: int) -> None:
-        """So many more requests are under way."""
+        """Add to the number of requests in flight."""
         self._in_flight += change
         self._tell()
 
@@ -60,12 +60,12 @@ class ServerTimeline:
 
 
 class PushTimeline(ServerTimeline):
-    """Of a server that holds weights and samples nothing: each update is a `push`, and no engine
-    halts for it.
+    """Spans of a server that holds weights and samples nothing: each update is a `push`, and no
+    engine halts.
     """
 
     def engine(self, state: EngineState) -> None:
-        """There is none."""
+        """Ignore the engine: this server has none."""
 
     def updated(self, began: float, version: int) -> None:
         """See ServerTimeline."""
@@ -73,7 +73,7 @@ class PushTimeline(ServerTimeline):
 
 
 class FollowRequests:
-    """ASGI middleware behind the guard: tells of the requests that may sample."""
+    """ASGI middleware behind the guard: counts the requests that may sample."""
 
     def __init__(self, app: Any, timeline: ServerTimeline) -> None:
         self._app, self._timeline = app, timeline

@@ -1,16 +1,16 @@
 """A server that takes turns with its trainer on one GPU (`--colocate`).
 
 While the trainer computes, the engine stands still and the memory of its keys and values is the
-trainer's; before anything is sampled it is vLLM's again. Requests that come meanwhile wait. The
-weights are one copy, which stays where it is.
+trainer's. Before a token is sampled it is vLLM's again. Requests wait during the trainer's turn.
+The weights are one copy, which stays in place.
 
     sampling ── /turns/rest: pause, prefixes forgotten, memory given back ──▶ training
     training ── /turns/wake: memory taken again, the engine goes on       ──▶ sampling
 
 An update of the weights in the trainer's turn is an update as any other, but that the engine goes
-on with the wake. Whatever fails on either way, the server tries to sample again until it can, and
-is unhealthy until then. A trainer that ends in its turn is noticed by the watchdog: the turn ends
-with it, once what it may have written is settled (see settlement).
+on with the wake. If a step fails, the server tries to sample again until it can, and is unhealthy
+until then. A trainer that ends in its turn is noticed by the watchdog: the turn ends with it, once
+what it may have written is settled (see settlement).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vllm_patching.server.state import BridgeConflict, BridgeState
 logger = logging.getLogger("vllm.lockstep.turns")
 
 VARIABLE = "LOCKSTEP_COLOCATE"
-"""Set to 1, it tells the workers (worker/turns.py)."""
+"""Set to 1 in the environment of the workers (worker/turns.py)."""
 NO_MEMORY = 507
 """HTTP status: the keys' and values' memory could not be taken again, yet."""
 
@@ -55,7 +55,7 @@ NO_TURNS = {"turn": str(Turn.SAMPLING), "turn_seconds": 0.0, "turn_reason": ""}
 
 
 class Turns:
-    """Whose turn it is. Call from within the engine's event loop."""
+    """The present turn. Call from within the engine's event loop."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class Turns:
     ) -> None:
         """
         Args:
-            lock: the controller's; held by whoever changes the engine's or the bridge's state.
+            lock: the controller's, which each call that changes the engine's or the bridge's state
+                holds.
             trainer: the processes of the present trainer, and those among them that could not be
                 seen from here.
         """
@@ -80,12 +81,12 @@ class Turns:
         )
         self.turn = Turn.SAMPLING
         self.bytes = 0
-        """What each rank gives back, at least; 0 in a server without --colocate."""
+        """Bytes that each rank gives back, at least; 0 in a server without --colocate."""
         self.changing = False
-        """Whether the engine is being stopped or let go for a turn: requests that come meanwhile
-        wait, as in the turn."""
+        """The engine is being paused or released for a turn. New requests wait, as in the turn."""
         self.trouble = ""
-        """Why the server cannot sample though it should; empty if it can, or need not."""
+        """The reason why the server cannot sample though it should; empty if it can, or need
+        not."""
         self._whose: Sequence[Writer] = ()
         self._name = ""
         self._since = time.monotonic()
@@ -104,8 +105,8 @@ class Turns:
         )
 
     async def rest(self, epoch: int) -> dict[str, Any]:
-        """The trainer's turn begins: the engine stands still, its requests are kept, its keys and
-        values are gone.
+        """Begin the trainer's turn: the engine is paused with its requests kept, and its keys and
+        values are freed.
 
         Returns:
             turn; bytes: freed by this call, over all ranks; seconds: that it took.
@@ -144,7 +145,7 @@ class Turns:
             return self._told(sum(answer["bytes"] for answer in answers), time.monotonic() - begun)
 
     async def wake(self, epoch: int) -> dict[str, Any]:
-        """The trainer's turn ends: the memory is vLLM's again, and the engine goes on, if its
+        """End the trainer's turn: vLLM gets the memory back, and the engine continues if its
         weights are whole.
 
         Returns:
@@ -163,10 +164,10 @@ class Turns:
             return self._told(self.bytes, time.monotonic() - begun)
 
     async def require_over(self, writers: Sequence[Writer]) -> None:
-        """Before a trainer joins, with the lock held: end the turn of one that has ended.
+        """End the turn of a trainer that has ended, before another one joins. The lock is held.
 
         Args:
-            writers: the processes of the one that joins.
+            writers: the processes of the joining trainer.
 
         Raises:
             BridgeRefusal: it is the turn of another one, which computes.
@@ -182,8 +183,8 @@ class Turns:
         await self.look()
 
     async def look(self) -> None:
-        """The watchdog's, with the lock held and outside an update: try again to sample, or end the
-        turn of a dead trainer.
+        """Try again to sample, or end the turn of a dead trainer. For the watchdog, with the lock
+        held and outside an update.
         """
         if self.trouble:
             await self._sample_if_possible("")
@@ -193,9 +194,7 @@ class Turns:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """For /bridge/state: whose turn it is, for how many seconds, and why nothing is sampled
-        now.
-        """
+        """Return the turn, its seconds, and why no token is sampled now, for /bridge/state."""
         return {
             "turn": str(self.turn),
             "turn_seconds": time.monotonic() - self._since,
@@ -204,7 +203,7 @@ class Turns:
 
     @property
     def reason(self) -> str:
-        """Why requests wait; empty if they do not."""
+        """Return why requests wait; empty if they do not."""
         if self.trouble or self.turn is Turn.SAMPLING:
             return self.trouble
         return f"{self._name} computes on this GPU; requests wait for the end of its turn"
@@ -240,7 +239,7 @@ class Turns:
     async def _sample(self) -> None:
         """Take the memory again and go on.
 
-        Raises BridgeRefusal, and says in `trouble`, what hinders.
+        Raises BridgeRefusal; `trouble` then has the reason.
         """
         if self.turn is Turn.TRAINING:
             self.turn, self._since = Turn.SAMPLING, time.monotonic()

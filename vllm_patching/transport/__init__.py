@@ -1,1 +1,1 @@
-"""How weights travel: process groups, shared memory, files of adapters."""
+"""Transport of weights: process groups, shared memory, files of adapters."""

@@ -38,9 +38,7 @@ not served here."""
 
 
 class AdapterError(ValueError):
-    """The folder holds no adapter that can be served on this model; the message says why, in one
-    line.
-    """
+    """The folder has no adapter for this model. The message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,8 @@ class AdapterFile:
         return views
 
     def summary(self, data: torch.Tensor) -> WeightSummary:
-        """Checksum over the header and the data, as whoever wrote the file computes it, and whether
-        all of it is finite.
+        """Return the checksum over the header and the data, as the file's writer computes it, and
+        whether all values are finite.
         """
         return adapter_summary(self.header, data)
 
@@ -210,7 +208,7 @@ def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
 
 
 def _read_header(path: Path) -> tuple[bytes, Mapping[str, Any], int]:
-    """The header's bytes, what they say, and the number of bytes that follow."""
+    """Return the header's bytes, their content, and the number of bytes that follow."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -1,10 +1,10 @@
-"""Which addresses a trainer and its servers meet at, and a plain answer when one of them cannot be
+"""Addresses at which a trainer and its servers meet, and a plain error when one of them cannot be
 reached.
 
-A machine has several addresses, and the one that its name resolves to is often 127.0.1.1, which
-nobody else reaches. What is used here is the address on the way to the other side, as the kernel's
-routes say it; MASTER_ADDR (the trainer's rendezvous) and GLOO_SOCKET_IFNAME (each side's groups)
-come before it where they are set.
+A machine has several addresses. Its name often resolves to 127.0.1.1, which no other machine
+reaches. So the address on the way to the other side is used, by the kernel's routes. MASTER_ADDR
+(the trainer's rendezvous) and GLOO_SOCKET_IFNAME (each side's groups) come before it where they are
+set.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 REACH_SECONDS = 10.0
-"""How long a rendezvous may take to accept a connection. It is there before a server is told of
-it."""
+"""Seconds for a rendezvous to accept a connection. It listens before a server gets its address."""
 
 _ASK_SECONDS = 0.2
 _DISCARD = 9
@@ -39,10 +38,10 @@ class RendezvousError(RuntimeError):
 
 
 def own_address(host: str, port: int = _DISCARD) -> str:
-    """The address of this machine on its way to another host. Sends nothing.
+    """Return the address of this machine on its way to another host. Sends nothing.
 
     Raises:
-        RendezvousError: the host's name is not known, or there is no route to it.
+        RendezvousError: the host's name is not known, or the machine has no route to the host.
     """
     reason = OSError("the name has no address")
     try:
@@ -65,7 +64,7 @@ def own_address(host: str, port: int = _DISCARD) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address means, on every machine, that machine itself."""
+    """Return whether a name or address means, on every machine, that machine itself."""
     if host == "localhost":
         return True
     try:
@@ -75,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """Whether a host is this machine: the way to it begins at its own address."""
+    """Return whether a host is this machine: the way to it begins at its own address."""
     if is_loopback(host):
         return True
     try:
@@ -86,12 +85,12 @@ def is_here(host: str) -> bool:
 
 
 def rendezvous_address(servers: Sequence[str] = ()) -> tuple[str, int]:
-    """Where servers and trainer meet: MASTER_ADDR and MASTER_PORT.
+    """Return where servers and trainer meet: MASTER_ADDR and MASTER_PORT.
 
     Where MASTER_ADDR is not set, it is this machine's address on the way to the first server that
-    is elsewhere, and localhost if all are here. NUM_INFERENCE_NODES says how many servers on other
-    machines are waited for. Under torchrun, which sets MASTER_ADDR and uses MASTER_PORT itself, a
-    loopback address counts as not set, and the port is the one after that.
+    is elsewhere, and localhost if all are here. NUM_INFERENCE_NODES is the number of servers on
+    other machines to wait for. Under torchrun, which sets MASTER_ADDR and uses MASTER_PORT itself,
+    a loopback address counts as not set, and the port is the one after that.
 
     Args:
         servers: the hosts of the servers, as this trainer calls them.
@@ -140,7 +139,7 @@ def listening_address(host: str, elsewhere: str = "") -> str:
         not known yet.
 
     Raises:
-        RendezvousError: there is no route to `elsewhere`.
+        RendezvousError: `elsewhere` cannot be reached.
     """
     own = [address for address in _addresses(host) if _is_own(address)]
     # A machine's name is often 127.0.1.1 in its own /etc/hosts. Other machines know it by another
@@ -184,8 +183,8 @@ def reach(host: str, port: int, who: str, seconds: float = REACH_SECONDS) -> Non
         seconds: how long to try.
 
     Raises:
-        RendezvousError: it does not. The message says which address was tried, from where, what
-            came back and what to set.
+        RendezvousError: it does not. The message names the address, this machine's own, what came
+            back and what to set.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -216,7 +215,7 @@ def gloo_group(store: dist.Store, rank: int, size: int, host: str, timeout: floa
         timeout: seconds for each operation, and for the members to come.
 
     Raises:
-        RendezvousError: there is no way to the host.
+        RendezvousError: the host cannot be reached.
         RuntimeError: not all members came, or one cannot be connected to.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

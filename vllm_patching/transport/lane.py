@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 SENDER = 0
 """The sender's number among a lane's members."""
 GO = "go"
-"""What the sender writes once every receiver has come, and behind it the numbers of those that are
-NEAR; anything else is a reason why nothing is formed."""
+"""The sender's word once every receiver has come, followed by the numbers of the NEAR ones. Any
+other word is the reason why no lane is formed."""
 NEAR, FAR = "near", "far"
-"""What a receiver says as it comes: whether it can read the sender's memory."""
+"""A receiver's announcement: it can read the sender's memory, or cannot."""
 
 _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 0.25
@@ -62,9 +62,8 @@ _ABORT_SECONDS = 10.0
 
 
 class LaneBroken(RuntimeError):
-    """What was under way did not arrive.
-
-    The lane is of no use any more; the message says which lane, whose, and why.
+    """A bucket did not arrive, and the lane is broken. The message names the lane, its owner and
+    the reason.
     """
 
 
@@ -87,7 +86,7 @@ def close_lanes(lanes: Collection[Lane]) -> None:
 
 
 def nobody_lost() -> str:
-    """For waits that nothing but their deadline ends."""
+    """Give no reason: for waits that only their deadline ends."""
     return ""
 
 
@@ -112,17 +111,19 @@ class LanePlace:
     name: str
 
     def here(self, member: int) -> str:
-        """The key that a receiver sets when it has come."""
+        """Return the key that a receiver sets when it has come."""
         return f"{self.key}/here/{member}"
 
     @property
     def offer(self) -> str:
-        """The key under which the sender says what memory it sends from (see SendMemory.offer)."""
+        """Return the key of the sender's memory (see SendMemory.offer)."""
         return f"{self.key}/offer"
 
     @property
     def word(self) -> str:
-        """The key under which the sender says GO and who reads its memory, or why not."""
+        """Return the key of the sender's word: GO and the receivers that read its memory, or a
+        reason.
+        """
         return f"{self.key}/word"
 
 
@@ -135,7 +136,7 @@ def lane_places(
     members: int,
     route: Route,
 ) -> list[LanePlace]:
-    """The places of one process in lanes of a cohort, as both sides name them.
+    """Return the places of one process in lanes of a cohort, as both sides name them.
 
     Args:
         member: 0 for the sender, 1 to `members` for the receivers.
@@ -174,7 +175,7 @@ class Lane(ABC):
 
         Args:
             pieces: NCCL: the bucket's, contiguous, wherever they lie.
-            buffer: others: the whole bucket, uint8; nobody else may use it before `wait` has
+            buffer: others: the whole bucket, uint8; the caller must not use it before `wait` has
                 returned, or ever if that raises.
 
         Raises:
@@ -195,7 +196,7 @@ class Lane(ABC):
         """
 
     def arrived(self, step: Any, buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
-        """Where a bucket is that was waited for, in [num_bytes] uint8. Receivers only.
+        """Return the place of a bucket that has arrived, as [num_bytes] uint8. Receivers only.
 
         Args:
             buffer: what `begin` was given.
@@ -206,18 +207,18 @@ class Lane(ABC):
         return buffer[:num_bytes]
 
     def taken(self) -> None:
-        """The bucket that was waited for last has been copied: the sender may write to where it is.
+        """Let the sender overwrite the last bucket, which has been copied.
 
         Receivers only.
         """
         return
 
     def rest(self) -> None:
-        """A transfer is over: give back what nothing but transfers need."""
+        """Free what only transfers need, at the end of one."""
         return
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """What is enqueued inside goes behind what the lane does."""
+        """Enqueue the block's work behind the lane's."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     @abstractmethod
@@ -261,7 +262,7 @@ class GlooLane(Lane):
         options.rootRank = SENDER
         options.timeout = timedelta(
             seconds=self._timeout + _SLACK_SECONDS
-        )  # ours comes first, and says more
+        )  # ours ends first, with a better message
         try:
             if self._group is None:
                 raise RuntimeError("it was closed")
@@ -287,7 +288,8 @@ class GlooLane(Lane):
         try:
             step.wait()
         except RuntimeError as error:
-            # It says which address has closed its connection, or that time is up; not whose it was.
+            # The error names the address that closed its connection, or the timeout, but not the
+            # owner.
             raise self._broken(f"{lost() or 'a member has gone'} ({first_line(error)})") from error
 
     def close(self) -> None:
@@ -386,7 +388,7 @@ class SendMemory:
 
     Attributes:
         buffers: uint8, of the sizes that were asked for.
-        offer: what a receiver is told, so that it can open them; empty: it cannot.
+        offer: sent to receivers so that they can open the buffers; empty: they cannot.
     """
 
     def __init__(
@@ -419,7 +421,7 @@ class SendMemory:
         ]
 
     def offset_of(self, buffer: torch.Tensor) -> int:
-        """Where a part of one of the buffers begins, as a receiver counts."""
+        """Return where a part of a buffer begins, as a receiver counts."""
         return buffer.data_ptr() - self._memory.data_ptr()
 
     def _shared(self) -> torch.Tensor:
@@ -467,8 +469,8 @@ class OfferedMemory:
             except (SharedMemoryError, RuntimeError) as error:
                 raise OSError(first_line(error)) from error
             return
-        # The number of a process says nothing in another container, whose network is another one as
-        # a rule.
+        # The number of a process has no meaning in another container, which normally has another
+        # network.
         if not told or told["network"] != _network():
             raise OSError("it is on another machine")
         self._path, self._num_bytes, self._nonce = (
@@ -551,7 +553,7 @@ class NearReceiver(Lane):
         self._mapped: torch.Tensor | None = None
 
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
-        """Nothing yet: the sender's word for a bucket comes behind ours for the one before."""
+        """Begin nothing: the sender's word for a bucket comes after ours for the previous one."""
         return torch.zeros(1, dtype=torch.int64)
 
     def wait(self, step: Any, deadline: float, lost: Callable[[], str]) -> None:
@@ -586,9 +588,7 @@ class NearReceiver(Lane):
 
 
 def _lock_pages(owner: object, memory: torch.Tensor) -> None:
-    """Have a GPU copy from and to a part of the host's memory at full speed, until its owner is
-    gone.
-    """
+    """Lock a part of the host's memory so that a GPU copies at full speed, until its owner ends."""
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if code:
@@ -607,7 +607,7 @@ def _mapped(path: str, num_bytes: int) -> torch.Tensor:
 
 
 def _network() -> str:
-    """The network that this thread's sockets are in. Raises OSError where that cannot be told."""
+    """Return the network of this thread's sockets. Raises OSError where it is not known."""
     return os.readlink("/proc/thread-self/ns/net")
 
 
@@ -620,8 +620,8 @@ def form_lane(
 ) -> Lane:
     """Form a lane; blocks, also inside torch: call it through `in_time`.
 
-    A receiver says that it is here, and waits for the sender's word. The sender gives it before
-    (see Cohort).
+    A receiver announces itself, and waits for the sender's word. The sender gives it before (see
+    Cohort).
 
     Args:
         timeout: seconds for each later step.
@@ -629,8 +629,7 @@ def form_lane(
         memory: that the sender sends from, and has offered.
 
     Raises:
-        RendezvousError: the store cannot be reached, the sender says why not, or members did not
-            come.
+        RendezvousError: the store cannot be reached, the sender refuses, or members did not come.
     """
     offered, who = None, place.name
     if place.member == SENDER:
@@ -682,7 +681,7 @@ def _log_near(place: LanePlace, near: Sequence[int]) -> None:
 def _come(
     place: LanePlace, store: dist.Store, device: torch.device, seconds: float
 ) -> OfferedMemory | None:
-    """Say that a receiver is here, and wait for the sender's word.
+    """Announce a receiver, and wait for the sender's word.
 
     Returns the sender's memory, if it is to be had here.
     """
@@ -746,7 +745,7 @@ def _nccl_lane(
     place: LanePlace, store: dist.Store, device: torch.device, timeout: float, seconds: float
 ) -> Lane:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=2 * timeout + 60)  # ours comes first, and says more
+    options._timeout = timedelta(seconds=2 * timeout + 60)  # ours ends first, with a better message
     torch.cuda.set_device(device)
     with quiet_nccl_watchdog():
         group = dist.ProcessGroupNCCL(store, place.member, place.size, options)

@@ -35,7 +35,7 @@ from vllm_patching.transport.addresses import (
 
 NONCE_BYTES = 32
 LARGEST_MESSAGE = 16 << 20
-"""Bytes. What groups exchange is far smaller."""
+"""Bytes. Messages of groups are far smaller."""
 SECONDS = struct.Struct("!d")
 _COUNT = struct.Struct("!I")
 
@@ -268,7 +268,7 @@ class _Acceptor:
                 self._drop(unproved)
 
     def close(self) -> None:
-        """Close every connection, also those that a thread reads from."""
+        """Close every connection, even if a thread reads from it."""
         for connection in [*self._unproved, *self._proved]:
             with suppress(OSError):  # the peer was faster
                 connection.shutdown(socket.SHUT_RDWR)
@@ -478,7 +478,7 @@ _environment = threading.Lock()
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the members of a cohort meet.
+    """The place where the members of a cohort meet.
 
     Attributes:
         host, port: of the trainer's store (MASTER_ADDR and MASTER_PORT), as the members reach it.
@@ -526,8 +526,8 @@ def connect_store(meeting: Meeting, who: str, timeout: float) -> KeyedStore:
         RendezvousError: it cannot be reached in time, or it does not accept the secret.
     """
     host, port = meeting.host, meeting.port
-    # Half of the deadline: the trainer, whose own is as long, is still there to be told of an
-    # address that is wrong.
+    # Half of the deadline: the trainer's own is as long, so it still gets the error about a wrong
+    # address.
     reach(host, port, who, min(REACH_SECONDS, timeout / 2))
     try:
         return KeyedStore(host, port, meeting.secret, timeout)
@@ -539,7 +539,7 @@ def connect_store(meeting: Meeting, who: str, timeout: float) -> KeyedStore:
 
 
 class PeerWatch:
-    """Notices that the process which hosts a store has ended: the kernel closes its connections."""
+    """A watch over the process that hosts a store: when it ends, the kernel closes its connections."""
 
     def __init__(self, meeting: Meeting, timeout: float) -> None:
         """Raises OSError or StoreRefused if that store is not there."""
@@ -547,7 +547,7 @@ class PeerWatch:
         self._socket.setblocking(False)
 
     def gone(self) -> bool:
-        """Whether the process has ended. A process that is merely stopped has not."""
+        """Return whether the process has ended. A stopped process has not."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -590,6 +590,6 @@ def _set_for_a_moment() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What a person wants to read of torch's errors."""
+    """Return the part of torch's errors that helps a person."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

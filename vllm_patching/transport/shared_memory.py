@@ -40,7 +40,7 @@ def export_to_shared_memory(parameters: Mapping[str, torch.Tensor], tag: str) ->
 
     Args:
         parameters: contiguous CPU parameters by name.
-        tag: goes into the file's name, for whoever lists the directory.
+        tag: part of the file's name, for people who list the directory.
 
     Returns:
         {"kind": "shm", "path", "num_bytes", "params": {name: {"offset", "shape", "dtype"}}}
@@ -225,10 +225,10 @@ def open_event(handle: str, device: torch.device) -> torch.cuda.Event:
 
 
 def reached_in_time(event: torch.cuda.Event, seconds: float) -> bool:
-    """Whether the GPU comes to where another process last recorded its event within that time.
+    """Return whether the GPU reaches another process's last event within that time.
 
     A GPU made to wait for the event itself waits for ever if that process is killed before the GPU
-    comes there, and whoever synchronises with it does too. So the host asks, and can stop asking.
+    comes there, and a process that synchronises with it hangs too. So the host polls, and can stop.
 
     Raises:
         SharedMemoryError: the event can no longer be asked, as when its process has ended.
@@ -247,7 +247,7 @@ def reached_in_time(event: torch.cuda.Event, seconds: float) -> bool:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The GPU's UUID, the same in every process whatever CUDA_VISIBLE_DEVICES says; empty on a
+    """Return the GPU's UUID, the same in every process for every CUDA_VISIBLE_DEVICES; empty on a
     CPU.
     """
     if device.type != "cuda":

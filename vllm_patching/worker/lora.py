@@ -115,7 +115,7 @@ class LoraWorkerExtension:
         return {"error": "", "checksum": found.checksum, "seconds": seconds}
 
     def lora_remove(self, adapter_ids: list[int]) -> list[int]:
-        """Forget adapters, of which some may be unknown here.
+        """Forget adapters. Unknown ids are ignored.
 
         Returns the ids of all that are held then.
         """

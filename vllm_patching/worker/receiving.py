@@ -57,9 +57,9 @@ from vllm_patching.transport.shared_memory import SharedMemoryError, open_event,
 class FirstStep:
     """The moment at which a vLLM worker begins its next step.
 
-    The front end learns that the engine goes on from an answer which competes with that very step
-    for the interpreter, so by its clock the engine stands still for longer than it does. All of it
-    is called on the worker's main thread.
+    The front end learns from an answer that the engine continues. That answer competes with the
+    step for the interpreter, so the front end measures a longer pause. Call all methods on the
+    worker's main thread.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -85,7 +85,7 @@ class FirstStep:
 
 @dataclass(frozen=True)
 class CohortPlace:
-    """Where a receiver meets the senders to its rank.
+    """The place where a receiver meets the senders to its rank.
 
     Attributes:
         meeting: the trainer's store.
@@ -149,11 +149,11 @@ class ReceivingCohort:
 
         Args:
             lost: as above.
-            told: how many bytes have come, and whether it waits for others that it has asked for;
+            told: called with the bytes that have come, and whether the rank waits for more,
                 whenever that changes.
 
         Returns:
-            What a pass over them found.
+            the result of a pass over them.
 
         Raises:
             LaneBroken: they did not come. Nothing will be written to the target any more.
@@ -256,7 +256,9 @@ class ReceivingCohort:
             current.wait_stream(lane.stream)
 
     def _let_go(self, deadline: float) -> None:
-        """Until what was aborted has left the GPU, it may still write to the target."""
+        """Wait until aborted operations have left the GPU: until then they may still write to the
+        target.
+        """
         while not all(lane.stream is None or lane.stream.query() for lane in self._lanes):
             if time.monotonic() > deadline + self.place.timeout:
                 raise LaneBroken(
@@ -267,7 +269,7 @@ class ReceivingCohort:
 
 
 class Target:
-    """Where a rank's weights go, and their sums.
+    """The destination of a rank's weights, and their sums.
 
     Attributes:
         buckets: of the layout.
@@ -318,7 +320,7 @@ class Target:
 
 @dataclass
 class UpdaterStatus:
-    """What the thread is doing, as told to the other processes.
+    """The state of the thread, as other processes see it.
 
     Attributes:
         phase: idle, joining, ready, receiving, received, leaving or failed.
@@ -428,7 +430,7 @@ class WeightUpdater:
 
     @property
     def receives_directly(self) -> bool:
-        """Whether transfers go into the live weights."""
+        """Return whether transfers go into the live weights."""
         return self._targets is self._live
 
     def aim_at(self, direct: bool) -> None:
@@ -469,7 +471,7 @@ class WeightUpdater:
         return self.status
 
     def trainer_gone(self) -> bool:
-        """Whether the process of the trainer that was joined has ended."""
+        """Return whether the process of the joined trainer has ended."""
         watch = self._watch
         return watch is not None and watch.gone()
 
@@ -491,11 +493,11 @@ class WeightUpdater:
         return [tensor for _, tensor in self._targets]
 
     def _transfers(self) -> list[_Command]:
-        """Those that have not ended."""
+        """Return the transfers that have not ended."""
         return [command for command in self._open if isinstance(command, _Receive)]
 
     def _call_off(self) -> None:
-        """What has been asked so far is of no use any more."""
+        """Call off all earlier commands."""
         with self._at_rest:
             for command in self._open:
                 command.called_off.set()
@@ -520,9 +522,9 @@ class WeightUpdater:
                     self._at_rest.notify_all()
 
     def _obey(self, command: _Command) -> None:
-        # A failed command must not end the thread: the next trainer needs it. The reason is kept
-        # for whoever asks. Each command has a status of its own, so that one which ends late says
-        # nothing about what was asked since.
+        # A failed command must not end the thread: the next trainer needs it. The reason is kept in
+        # the status. Each command has its own status, so that a late end does not overwrite a later
+        # command's.
         try:
             if isinstance(command, _Aim):
                 self._leave()
@@ -635,7 +637,7 @@ class WeightUpdater:
 STAGING_MARGIN = 1 << 30
 """Bytes of GPU memory that a staging buffer must leave free for whatever vLLM still allocates."""
 LEAVE_SECONDS = 2.0
-"""How long a trainer that joins waits for the memory that the one before it needed here."""
+"""Seconds for which a joining trainer waits until the previous one's memory here is free."""
 
 
 class WeightReceiver:
@@ -759,7 +761,7 @@ class WeightReceiver:
         return self.lockstep_check()
 
     def lockstep_first_step(self) -> FirstStepAnswer:
-        """When this rank began its first step since weights were last received or checked
+        """Return when this rank began its first step after the last transfer or check
         (time.monotonic(), or None).
         """
         return {"tp_rank": self._lockstep_rank, "began": self._lockstep_first_step.began}
@@ -796,11 +798,11 @@ class WeightReceiver:
         return ""
 
     def lockstep_check_written(self) -> Check:
-        """As lockstep_check, behind the writes of the trainer that is followed.
+        """Check as lockstep_check does, behind the writes of the trainer that is followed.
 
         Its process may have been killed after it recorded its event and before its GPU came there.
-        So the wait has an end, and `late` says then what did not come; the weights are not looked
-        at.
+        So the wait has an end. Then `late` names what did not come, and the weights are not
+        checked.
         """
         trainer, seconds = self._lockstep_writer
         late = ""

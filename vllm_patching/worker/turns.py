@@ -1,5 +1,5 @@
-"""What each vLLM worker can do for a trainer that takes turns with it on one GPU, called on the
-worker's main thread through collective_rpc.
+"""Methods of a vLLM worker that takes turns with its trainer on one GPU, called on the worker's
+main thread through collective_rpc.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TurnsWorkerExtension:
     """
 
     def lockstep_cache_bytes(self) -> CacheAnswer:
-        """Bytes of keys and values that this rank can give back; `error` says why not, if it
-        cannot.
+        """Return the bytes of keys and values that this rank can give back; `error` has the reason
+        if it cannot.
         """
         try:
             self._lockstep_cache = CacheMemory(self)
