@@ -24,13 +24,13 @@ and gate_up_proj)."""
 class LeaseLost(BridgeError):
     """The trainer was late: the server has given the update up, or its lease has run out.
 
-    The update can be done anew.
+    The update can be repeated.
     """
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one update of the inference server's weights did.
+    """The result of one update of the inference server's weights.
 
     Attributes:
         version: the weight version that the server serves now.
@@ -69,39 +69,39 @@ class WeightBridge(ABC):
     """
 
     params_mapped: int = 0
-    """How many of the model's parameters the bridge delivers. Equal to params_total once
+    """Number of the model's parameters that the bridge delivers. Equal to params_total once
     connected."""
     params_total: int = 0
     joins: int = 0
-    """How many times a server was joined: more than before where one was restarted, and may run
-    with other options now. The same number on every rank."""
+    """Number of joins. It grows when a server was restarted, which may then run with other options.
+    The same number on every rank."""
     turn_figures: Mapping[str, float] = MappingProxyType({})
-    """What the last turn took; see turns. Empty if there are no turns."""
+    """Figures of the last turn; see turns. Empty if there are no turns."""
     lent_bytes: int = 0
     """GPU memory that is free in a turn and at no other time. Known after `serving_dtype`."""
     server_share: float | None = None
     """--gpu-memory-utilization of a running vLLM server on this rank's GPU. Known after
-    `serving_dtype`; None if there is no such server, or another flag decides how much memory it
+    `serving_dtype`; None without such a server, or if another flag decides how much memory it
     takes.
     """
     converts: bool = False
-    """Whether the trainer's model may have another dtype than the server's: what is sent is rounded
-    to the latter."""
+    """The trainer's model may have another dtype than the server's: weights are rounded to the
+    latter."""
     handing_over: str = "sync"
     """What `sync` is called in a timeline."""
 
     @abstractmethod
     def serving_dtype(self) -> torch.dtype | None:
-        """The dtype in which the server holds its weights; None if it has none of its own. The
-        trainer's model has it too, but for a bridge that converts.
+        """Return the dtype in which the server holds its weights; None if it has none of its own.
+        The trainer's model has it too, except with a bridge that converts.
 
         Asked before the model is loaded. Raises BridgeError if the server cannot be reached within
         the deadline.
         """
 
     def layouts(self) -> tuple[tuple[Manifest, ...], ...]:
-        """What weights are sent to: for each kind of server the manifests of its ranks. Empty if
-        nothing is sent.
+        """Return the manifests of the ranks of each kind of server that weights are sent to. Empty
+        if none are sent.
 
         The memory plan counts the buffers for it. Asked after `serving_dtype`, before the model is
         loaded.
@@ -109,7 +109,8 @@ class WeightBridge(ABC):
         return ()
 
     def packs(self, device: torch.device) -> bool:
-        """Whether a model on this device has whole buckets packed, to some of them at least.
+        """Return whether a model on this device has whole buckets packed, for some servers at
+        least.
 
         Asked when `layouts` is.
         """
@@ -161,8 +162,9 @@ class WeightBridge(ABC):
         """
 
     def turn(self, write_weights: Callable[[], None]) -> AbstractContextManager[None]:
-        """Around whatever computes gradients, and the `sync` behind it: a server that takes turns
-        with the trainer on one GPU gives it its keys' and values' memory meanwhile.
+        """Take the trainer's turn for the block that computes gradients, and for the `sync` behind
+        it. A server that takes turns on one GPU gives up the memory of its keys and values for that
+        time.
 
         Args:
             write_weights: as for `keep_serving`.
@@ -170,22 +172,20 @@ class WeightBridge(ABC):
         return nullcontext()
 
     def require(self, check: Callable[[str, dict[str, Any]], None]) -> None:
-        """Let no server in from now on that does not pass a check.
+        """Refuse servers that do not pass a check from now on.
 
         Args:
-            check: told a server's address and what its /bridge/info answers; raises TrainerError.
+            check: takes a server's address and its answer to /bridge/info; raises TrainerError.
                 Called by a thread of rank 0.
         """
         return None
 
     def server_urls(self) -> list[str]:
-        """The servers that weights go to now, on rank 0; empty if they are those that the options
-        name.
-        """
+        """Return the servers that weights go to now, on rank 0; empty if the options name them."""
         return []
 
     def server_restarted(self) -> bool:
-        """Whether `keep_serving` has something to do.
+        """Return whether `keep_serving` has something to do.
 
         Asked now and then while training waits; not collective: rank 0 alone.
         """
@@ -215,8 +215,8 @@ class WeightBridge(ABC):
         return None
 
     def restarts_at(self, version: int) -> bool:
-        """Whether `sync` will start a server on the checkpoint of `version`, whose weights must
-        then be on the disk.
+        """Return whether `sync` will start a server on the checkpoint of `version`, which must then
+        be on the disk.
         """
         return False
 

@@ -1,10 +1,10 @@
 """Two copies of the weights: the trainer sends its own to every rank of every server at the same
 time.
 
-An update is: all begin, the weights are streamed once for each layout, all commit. Rank 0 alone
-speaks with the servers and decides (fleet_updates.py); what it decides is told to the other ranks,
-so that all act alike. Whoever fails is left out, and the same version is sent again to the rest;
-whoever is back gets one full update.
+An update is: all servers begin, the weights are streamed once for each layout, all commit. Rank 0
+    alone speaks with the servers and decides (fleet_updates.py). It sends its decisions to the
+    other ranks, so that all act alike. A server that fails is excluded, and the version is sent
+    again to the rest. A server that comes back gets one full update.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ SERVER_PATIENCE = 10.0
 
 
 class Line:
-    """What one layout of the servers' is sent by: the stream that packs it, and the cohort that
-    gets it.
+    """The sender for one layout of servers: the stream that packs it, and the cohort that gets it.
 
     Attributes:
         formed: the members of the cohort as it is; empty if there is none.
@@ -75,7 +74,7 @@ class Line:
         self.key = ""
 
     def leave(self) -> None:
-        """Give the cohort up; it has to be formed anew."""
+        """Close the cohort; it has to be formed again."""
         self.formed, self.key = (), ""
         self.cohort.close()
 
@@ -111,7 +110,7 @@ class BroadcastBridge(WeightBridge):
             patience: seconds for which one server may keep the others waiting.
             hosts: so many machines must have a server when training begins; 0: any number.
             make_server: speaks to a server that joins later, by its address.
-            board: where the fleet's table is shown, and where it is said who joins and leaves.
+            board: shows the fleet's table, and returns the servers that are to join or leave.
             port: where the servers meet this process; 0: any that is free; None: as the environment
                 says.
         """
@@ -210,7 +209,7 @@ class BroadcastBridge(WeightBridge):
         memory: what `sync` and `keep_serving` send from here on. Nothing is sent. Collective.
 
         Args:
-            version, weight_epoch: of them. With another epoch servers are joined anew.
+            version, weight_epoch: of them. With another epoch servers are joined again.
         """
         for line in self._lines.values():
             line.stream.rebind()
@@ -350,7 +349,7 @@ class BroadcastBridge(WeightBridge):
         self._rendezvous.open(list(self._keeper.members))
 
     def _line(self, group: UpdateGroup) -> Line:
-        """Of the layout of a group; made when the layout is met for the first time."""
+        """Return the line of a group's layout; a new layout gets a new line."""
         assert self._model is not None
         if group.layout not in self._lines:
             manifests = [Manifest.from_json(rank) for rank in group.manifests]
@@ -363,12 +362,12 @@ class BroadcastBridge(WeightBridge):
         return self._lines[group.layout]
 
     def _as_sent(self, info: dict[str, Any]) -> Shapes:
-        """The parameters as a server of this /bridge/info gets them: in its own dtype."""
+        """Return the parameters in the dtype of the server of this /bridge/info."""
         return as_served(self._shapes, served_dtype(info))
 
 
 def _lost(watch: Watch | None) -> Callable[[], str]:
-    """Why waiting is in vain; rank 0 alone knows."""
+    """Return a function that gives the reason to stop waiting; only rank 0 knows it."""
     return watch.lost if watch is not None else str
 
 
@@ -391,7 +390,7 @@ def _same_kind(server: BridgeServer, url: str) -> BridgeServer:
 class ParameterServerBridge(BroadcastBridge):
     """Pushes to all parameter servers at once.
 
-    Which vLLM servers get the weights from them, and when, is their affair.
+    Parameter servers decide which vLLM servers get the weights, and when.
     """
 
     handing_over = "push"
@@ -448,7 +447,7 @@ def require_fresh_enough(
     first one that is so much newer.
 
     Raises:
-        ConfigError: says what to change.
+        ConfigError: the message names the change that helps.
     """
     behind = -(-pull_every // push_every) * push_every - 1
     if max_staleness is not None and max_staleness < behind:

@@ -1,4 +1,4 @@
-"""Which bridge a configuration asks for."""
+"""Choose the bridge for a configuration."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def make_bridge(
 
     Args:
         config: the options.
-        stop: told by a bridge that runs something in the background when training cannot go on, and
-            heeded while it waits.
+        stop: set by a bridge with background work when training cannot go on, and checked while it
+            waits.
         ranks: the trainer's processes, if it has several. Collective.
         weight_epoch: of the weights that this trainer will hand over; see ages.
-        has_service: it trains for a rollout service, which is shown its servers and says who joins.
-            Another run's may listen at the address that it would have.
+        has_service: it trains for a rollout service, which shows its servers and names servers to
+            join. Another run's may listen at the address that it would have.
         device: that this rank computes on. A single copy on another device than vLLM's is refused
             before the model is loaded.
 
@@ -149,7 +149,9 @@ def _checkpoint_bridge(config: TrainerConfig, stop: StopSignal, weight_epoch: in
 def server_at(
     url: str, config: TrainerConfig, stop: StopSignal | None, weight_epoch: int
 ) -> BridgeServer:
-    """A server that joins later; nothing is asked of it. The arguments are those of make_bridge."""
+    """Return the client of a server that joins later. Nothing is sent to it. Arguments: see
+    make_bridge.
+    """
     place = urlsplit(url)
     host, port = url_host(str(place.hostname)), place.port or 80
     return configured_server(BridgeServer, host, port, config, stop, weight_epoch)
@@ -163,7 +165,7 @@ def prefers_single_copy(info: dict[str, Any], ranks: int = 1) -> tuple[bool, str
         ranks: the trainer has so many, or can start so many.
 
     Returns:
-        Whether it is a single copy, and the reason.
+        Return whether it is a single copy, and the reason.
     """
     if info.get("replicas", 1) != 1:
         return False, f"vLLM has {info['replicas']} replicas (--data-parallel-size)"

@@ -32,7 +32,7 @@ LONGEST_PAUSE_SECONDS = 300.0
 
 
 class Standing(StrEnum):
-    """What a server is to the trainer."""
+    """The trainer's view of a server."""
 
     JOINING = "joining"
     GOOD = "good"
@@ -41,7 +41,7 @@ class Standing(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What the trainer does now."""
+    """The trainer's next action."""
 
     GO = "go"
     WAIT = "wait"
@@ -50,13 +50,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Sight:
-    """What a server said when it was looked at.
+    """A server's state at the last poll.
 
     Attributes:
         instance: names its process.
         weight_version, weight_epoch: of the weights that it serves, or would.
         trouble: why its weights cannot be used, although it answers; empty if they can.
-        taken_by: the trainer that has joined it since we did; empty if it is ours, or nobody's.
+        taken_by: the trainer that has joined it since this one did; empty if there is none.
         hangs: whether its engine makes no progress, so that it cannot be updated either.
     """
 
@@ -153,10 +153,10 @@ class Fleet:
     # ---- what is known ----
 
     def saw(self, url: str, sight: Sight | None, now: float) -> None:
-        """A server was looked at outside an update; `sight` is None if it did not answer."""
+        """Note the poll of a server outside an update; `sight` is None if it did not answer."""
         place = self.places.get(url)
         if place is None:
-            return  # it has left meanwhile
+            return  # it has left the fleet
         if sight is None:
             place.answers = False
             place.silent_since = now if place.silent_since is None else place.silent_since
@@ -187,7 +187,7 @@ class Fleet:
     def failed(
         self, url: str, reason: str, now: float, away: bool = False, hopeless: bool = False
     ) -> None:
-        """A server did not do its part of joining or of an update.
+        """Note a server that failed to join or failed in an update.
 
         Args:
             away: it was silent, or its process has ended.
@@ -207,12 +207,12 @@ class Fleet:
         self._stand(place, Standing.AWAY if away else Standing.QUARANTINED, reason, now)
 
     def joined(self, url: str, instance: str) -> None:
-        """A server has accepted this trainer; its weights are not ours yet."""
+        """Note a server that has accepted this trainer. It does not have its weights yet."""
         if url in self.places:
             self.places[url].instance = instance
 
     def served(self, url: str, version: int, epoch: int, now: float) -> None:
-        """A server has verified the weights of `version` and serves them."""
+        """Note a server that has verified the weights of `version` and serves them."""
         place = self.places.get(url)
         if place is None:
             return
@@ -223,9 +223,8 @@ class Fleet:
     def wish(
         self, wanted: Iterable[str], left: Iterable[str], now: float
     ) -> tuple[list[str], list[str]]:
-        """Somebody asks for servers beside the named ones, or for some to leave.
-
-        Returns who came, and who went.
+        """Add servers beside the named ones, and remove others. Returns the new servers and the
+        removed ones.
         """
         gone = set(left)
         members = [url for url in dict.fromkeys([*self._named, *wanted]) if url not in gone]
@@ -241,11 +240,11 @@ class Fleet:
 
     @property
     def good(self) -> list[str]:
-        """Those that serve the present weights."""
+        """Return the servers that serve the present weights."""
         return self._standing(Standing.GOOD)
 
     def due(self, now: float) -> list[str]:
-        """Those that one full update would bring in, or back."""
+        """Return the servers that one full update would bring in, or back."""
         return [
             place.url
             for place in self.places.values()
@@ -256,12 +255,12 @@ class Fleet:
         ]
 
     def takes_part(self, now: float) -> list[str]:
-        """Whom the next update goes to, in the fleet's order."""
+        """Return the servers of the next update, in the fleet's order."""
         chosen = {*self.good, *self.due(now)}
         return [url for url in self.places if url in chosen]
 
     def verdict(self, waited: float, limit: float, now: float) -> Verdict:
-        """Whether there are servers enough for an update.
+        """Decide whether there are enough servers for an update.
 
         Args:
             waited: seconds that training has waited for servers.
@@ -270,17 +269,17 @@ class Fleet:
         if len(self.takes_part(now)) >= self.least:
             return Verdict.GO
         hoped = sum(not place.hopeless for place in self.places.values())
-        # Whoever left may be followed by one that joins, so that only those who are there and
+        # A server that left may be followed by one that joins. So only servers that are there and
         # hopeless end the training.
         lost = hoped < self.least <= len(self.places)
         return Verdict.GIVE_UP if lost or waited >= limit else Verdict.WAIT
 
     def counts(self) -> dict[str, int]:
-        """How many there are, by standing, and `size` in all."""
+        """Return the number of servers by standing, and `size` in all."""
         return {"size": len(self.places)} | {str(s): len(self._standing(s)) for s in Standing}
 
     def take_changes(self) -> list[Change]:
-        """What has changed since this was asked last, in order."""
+        """Return the changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -332,7 +331,7 @@ class Evidence:
 
     Attributes:
         answers: the server answered the last request for its state.
-        broken: its state says why it cannot finish the update.
+        broken: the reason in its state why it cannot finish the update.
         failure: its step of the update failed, or the others stopped waiting for it.
         late: the failure is only that its answer did not come in time.
         gave_up: its own report of a version that it gave up.
@@ -492,9 +491,7 @@ class Progress:
 
 
 def line_of(change: Change, fleet: Fleet) -> str:
-    """One line for people about a server whose standing is another now; empty if there is nothing
-    to say.
-    """
+    """Return one log line about a server whose standing has changed; empty if it needs none."""
     version = f"serves version {change.weight_version}"
     if change.now is Standing.GOOD:
         if change.absence is None:
@@ -514,13 +511,13 @@ def line_of(change: Change, fleet: Fleet) -> str:
 
 
 def not_good(fleet: Fleet) -> str:
-    """Those that are not good, each with the reason; empty if all are."""
+    """Return the servers that are not good, each with the reason; empty if all are."""
     missing = [place for place in fleet.places.values() if place.standing is not Standing.GOOD]
     return " ".join(f"{place.url} ({place.reason})" for place in missing)
 
 
 def missing_servers(fleet: Fleet) -> str:
-    """As `not_good`, for a sentence that needs some words."""
+    """Return `not_good`, or a phrase if it is empty."""
     return not_good(fleet) or "no others are known"
 
 
@@ -532,7 +529,7 @@ def waiting_line(fleet: Fleet, left: float) -> str:
 
 
 def given_up(fleet: Fleet, waited: float) -> str:
-    """Why training ends."""
+    """Return why training ends."""
     return (
         f"{len(fleet.good)} of {len(fleet.places)} vLLM servers are good after {waited:.0f} s of waiting, --min-servers "
         f"{fleet.least}: {missing_servers(fleet)}; restart them, then start the trainer again with --resume auto"
@@ -540,7 +537,7 @@ def given_up(fleet: Fleet, waited: float) -> str:
 
 
 def table(fleet: Fleet) -> list[dict[str, Any]]:
-    """The rows that the rollout service's /fleet shows."""
+    """Return the rows that the rollout service's /fleet shows."""
     unix = time.time() - time.monotonic()
     return [
         {

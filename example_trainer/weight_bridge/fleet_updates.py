@@ -1,5 +1,5 @@
-"""Rank 0's part of a fleet: watch the servers between updates, choose those that an update goes to,
-call them all at the same time, and go on without those that fail.
+"""Rank 0's part of a fleet: watch the servers between updates, choose the servers of an update,
+call them all at the same time, and go on without servers that fail.
 
 - `at_once` asks each server in a thread and goes on without the late ones. A later answer is
   dropped; the thread ends with its request, which has the deadline of the server's client.
@@ -59,8 +59,8 @@ class Late(BridgeError):
 
 
 class RunningClock:
-    """Seconds for which this process has run. What passes while it is stopped, or its machine
-    sleeps, is held against nobody.
+    """Seconds for which this process has run. Time in which it is stopped, or its machine sleeps,
+    does not count.
 
     Whoever asks it does so again and again, and is never longer between two looks than
     `_TICK_SECONDS`. Thread-safe.
@@ -81,7 +81,7 @@ class RunningClock:
 
 @dataclass
 class Answers(Generic[T]):
-    """What came back from servers that were asked at the same time, by their addresses."""
+    """Answers of servers that were called at the same time, by address."""
 
     ok: dict[str, T] = field(default_factory=dict)
     failed: dict[str, BridgeError] = field(default_factory=dict)
@@ -108,15 +108,15 @@ def at_once(
 
     Args:
         calls: by a server's address.
-        limit: seconds after which nobody is waited for.
+        limit: seconds after which no server is waited for.
         patience: seconds for which the rest is waited for, after the last answer that came; None:
             until `limit`.
         enough: whether the answers so far suffice to go on without the rest, once they are late.
-        lost: those that are known not to answer any more, with the reason.
+        lost: returns servers that will not answer any more, with the reason.
         clock: the caller's, if it has one.
 
     Raises:
-        Exception: what a call raised that is no BridgeError.
+        Exception: an error of a call other than BridgeError.
     """
     results: queue.SimpleQueue[tuple[str, T | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -179,7 +179,7 @@ class Member:
         joined: whether it takes steps of this trainer.
         transfer: how weights arrive, as the server chose.
         route: how they travel, as this process chose.
-        replicas: engine cores behind it, each of which receives.
+        replicas: engine cores behind it; each one receives.
     """
 
     def __init__(self, server: BridgeServer) -> None:
@@ -199,7 +199,7 @@ class Member:
 
     @property
     def instance(self) -> str:
-        """Of the process that was asked for its layout last."""
+        """Return the instance of the process whose layout is known."""
         return str(self.info.get("instance", ""))
 
     @property
@@ -213,7 +213,7 @@ class Member:
         return self.replicas * self._replica_bytes
 
     def ask(self) -> None:
-        """What the server holds, into `info` and `manifests`; waits for a server that is still
+        """Read the server's layout into `info` and `manifests`. Waits for a server that is still
         loading.
         """
         self.info = self.server.wait_for_info()
@@ -271,13 +271,11 @@ class Member:
         return mapped
 
     def state(self) -> dict[str, Any] | None:
-        """What the server says at once; None if it does not answer."""
+        """Return the server's present state; None if it does not answer."""
         return self.server.look("/bridge/state", LOOK_SECONDS)
 
     def seen_in(self, state: dict[str, Any] | None) -> Sight | None:
-        """What the fleet's policy wants to know of a server that answers this; None if it does not
-        answer.
-        """
+        """Return the policy's view of a server with this state; None if it does not answer."""
         if state is None:
             return None
         ours = not self.joined or state["instance"] != self.instance or state["epoch"] == self.epoch
@@ -296,7 +294,9 @@ class Member:
         )
 
     def evidence(self, state: dict[str, Any] | None, version: int) -> Evidence:
-        """Return what a state says of the update to `version`; None: the server did not answer."""
+        """Return the evidence of a state on the update to `version`; None: the server did not
+        answer.
+        """
         if state is None:
             return Evidence(answers=False)
         gave_up = ""
@@ -332,18 +332,18 @@ MemberCheck = Callable[[Member], None]
 
 
 def taken_over(state: Mapping[str, Any]) -> str:
-    """The trainer that a server belongs to now, for messages."""
+    """Return the trainer that a server belongs to now, for messages."""
     return f"{state['trainer']} (epoch {state['epoch']})"
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether a failure says that there is nobody, rather than what is wrong."""
+    """Return whether a failure means that the server does not answer."""
     return isinstance(error, ServerSilent | Late)
 
 
 class Watch:
-    """Looks at all members while they do the same step of an update. Names those not to wait for,
-    and logs which one all wait for.
+    """Looks at all members while they do the same step of an update. Names the servers not to wait
+    for, and logs the one that all wait for.
 
     Used as a context; any thread may read `lost` and `reasons`.
     """
@@ -523,8 +523,7 @@ class FleetKeeper:
         """Look at all servers now, at the same time; at most a second longer than LOOK_SECONDS.
 
         Args:
-            forced: also while an update is made, which teaches more than a look; asked by whoever
-                makes it.
+            forced: poll even during an update; for the thread that makes the update.
         """
         with self.lock:
             members, begun = dict(self.members), self._updates
@@ -543,7 +542,9 @@ class FleetKeeper:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """An update is made meanwhile: servers are looked at by those who make it."""
+        """Make an update within the block. The keeper's thread does not poll the servers for that
+        time.
+        """
         with self.lock:
             self._updating = True
         try:
@@ -554,9 +555,7 @@ class FleetKeeper:
                 self.tell()
 
     def change_epoch(self, weight_epoch: int) -> None:
-        """What is sent from now on belongs to this weight epoch: servers that joined for another
-        one join anew.
-        """
+        """Set the weight epoch of later updates. Servers that joined for another one join again."""
         with self.lock:
             self._weight_epoch = weight_epoch
             for member in self.members.values():
@@ -564,7 +563,7 @@ class FleetKeeper:
                     member.server.weight_epoch, member.joined = weight_epoch, False
 
     def due(self) -> list[str]:
-        """Who could be brought in now, as of the last look.
+        """Return the servers that could be brought in now, by the last poll.
 
         Raises:
             BridgeError: the thread has failed.
@@ -578,7 +577,7 @@ class FleetKeeper:
             return self.fleet.due(time.monotonic())
 
     def tell(self) -> None:
-        """Say in the log what has changed, and have the table published. `lock` is held."""
+        """Log the changes, and have the table published. `lock` is held."""
         for change in self.fleet.take_changes():
             self._changed.set()
             level = logging.WARNING
@@ -620,14 +619,11 @@ class FleetKeeper:
         if wishes is None:
             return
         with self.lock:
-            if not self._updating:  # whoever is being updated stays until that is done
+            if not self._updating:  # a server in an update stays until its end
                 self.wish(*wishes)
 
     def wish(self, wanted: Sequence[str], left: Sequence[str]) -> None:
-        """Others ask for these servers beside the named ones, and for those to go.
-
-        `lock` is held; no update is made.
-        """
+        """Add and remove servers, as others demand. `lock` is held; no update is made."""
         came, went = self.fleet.wish(wanted, left, time.monotonic())
         for url in went:
             logger.info(
@@ -710,7 +706,7 @@ class Groups:
         self._keys, self._known_layouts = 0, set[str]()
 
     def of(self, members: Sequence[Member], alone: Collection[str]) -> list[UpdateGroup]:
-        """Put the members of one layout together, except those that share a GPU.
+        """Put the members of one layout together, except members that share a GPU.
 
         Args:
             alone: addresses of members that get a group of their own, after the others.
@@ -786,7 +782,7 @@ class FleetUpdates:
         return self._keeper.fleet.patience
 
     def begin_version(self, version: int, everyone: bool) -> None:
-        """Begin an update: of all servers, or of those alone that can be brought in."""
+        """Begin an update: of all servers, or only of servers that can be brought in."""
         self._version, self._everyone, self._phase = version, everyone, ""
         self._done: dict[str, dict[str, Any]] = {}
         self._again: set[str] = set()
@@ -799,8 +795,7 @@ class FleetUpdates:
     # ---- the start of a training ----
 
     def gather(self) -> list[Member]:
-        """Wait for the servers that the options name. Those that take longer than the others join
-        when they are there.
+        """Wait for the servers that the options name. Late servers join when they are there.
 
         Raises:
             BridgeError: too few are there in time, or one of them cannot be joined by any trainer.
@@ -857,8 +852,8 @@ class FleetUpdates:
     # ---- whom it goes to ----
 
     def choose(self) -> list[UpdateGroup]:
-        """The groups of servers that are sent to now. Waits while there are too few, and joins
-        whoever is new.
+        """Return the groups of servers to send to now. Waits while there are too few, and joins new
+        ones.
 
         Raises:
             BridgeError: there are too few for too long.
@@ -923,9 +918,7 @@ class FleetUpdates:
         return answers
 
     def require(self, check: MemberCheck) -> None:
-        """Whoever joins from now on must pass a check, which raises ConfigError or BridgeError
-        otherwise.
-        """
+        """Check servers that join from now on. The check raises ConfigError or BridgeError."""
         self._checks.append(check)
 
     def _check(self, member: Member) -> None:
@@ -935,7 +928,7 @@ class FleetUpdates:
     # ---- the steps, for one group ----
 
     def watch(self, group: UpdateGroup) -> Watch:
-        """Over the members of a group, for as long as they are sent to."""
+        """Return a watch over the members of a group during their update."""
         self._failures = {}
         return Watch(self._of(group), self._version, self.patience, self._timeout)
 
@@ -1029,15 +1022,15 @@ class FleetUpdates:
         return at_once(calls, limit, self.patience, lambda ok: others or bool(ok), watch.texts)
 
     def _others_wait(self, urls: Collection[str]) -> bool:
-        """Whether good servers wait for these: in an update of all, those of other groups do."""
+        """Return whether good servers wait for these: in an update of all, other groups do."""
         with self._keeper.lock:
             return self._everyone and not set(self._keeper.fleet.good) <= set(urls)
 
     # ---- what went wrong ----
 
     def break_off(self, group: UpdateGroup, error: BridgeError, watch: Watch) -> None:
-        """Have the members of a group forget the update, and send again to those that are not lost.
-        If the evidence fits every member, each of them gets the update in a group of its own.
+        """Have the members of a group forget the update, and send again to members that are not
+        lost. If the evidence fits every member, each of them gets the update in a group of its own.
         """
         failures = {url: _failure(url, failure) for url, failure in self._failures.items()}
         absent: Collection[str] = ()
@@ -1056,10 +1049,10 @@ class FleetUpdates:
         """Decide which of these servers are lost. The others get the update again.
 
         Args:
-            failures: of those that failed in their own step.
+            failures: of servers that failed in their own step.
             error: the reason why the others have to forget the update.
-            absent: those that did not come to the cohort.
-            anew: also a server that has ended the update after all joins again.
+            absent: servers that did not come to the cohort.
+            anew: a server that has ended the update joins again, too.
         """
         states = at_once({url: self._keeper.members[url].state for url in urls}, 3.0).ok
         evidence = {
@@ -1099,7 +1092,7 @@ class FleetUpdates:
             member.joined = not anew and answers.ok.get(url, False)
 
     def _leave(self, lost: Mapping[str, Reason]) -> None:
-        """Go on without these servers. Those that gave up waiting join again, once."""
+        """Go on without these servers. Servers that gave up waiting join again, once."""
         calls = {}
         with self._keeper.lock:
             for url, reason in lost.items():
@@ -1135,7 +1128,9 @@ class FleetUpdates:
     # ---- how it ends ----
 
     def settled(self) -> bool:
-        """Whether the update is over: everybody has it who could be sent to, and they are enough."""
+        """Return whether the update is over: all servers that can be sent to have it, and they are
+        enough.
+        """
         if self._again:
             return False
         with self._keeper.lock:
@@ -1143,7 +1138,7 @@ class FleetUpdates:
             return not self._everyone or len(good) >= self._keeper.fleet.least
 
     def report(self) -> dict[str, Any]:
-        """What was done, for SyncReport."""
+        """Return the results for SyncReport."""
         with self._keeper.lock:
             counts = self._keeper.fleet.counts()
         of_all: list[dict[str, float]] = [answer["seconds"] for answer in self._done.values()]

@@ -1,9 +1,9 @@
-"""Are the logprobs that vLLM hands out those of the distribution that it samples from?
+"""The check that vLLM's logprobs belong to the distribution that it samples from.
 
 A rollout's logprobs are divided into the trainer's own, token by token, so both must be of the same
-distribution. Started with `--logprobs-mode processed_logprobs`, vLLM hands out those of the
+distribution. Started with `--logprobs-mode processed_logprobs`, vLLM hands out logprobs of the
 distribution that it samples from, and the trainer computes its own at the temperature that each
-sequence says. By vLLM's own default they are those of the model itself, whatever temperature it
+sequence says. By vLLM's own default they belong to the model itself, whatever temperature it
 samples at (`raw_logprobs`): right for what was sampled at temperature 1 alone, and the rest is
 refused.
 """
@@ -36,14 +36,14 @@ def check_logprobs(
     there.
 
     A server that cannot be asked (another program, or none where the options name one) is taken to
-    hand out those of what it samples from, which is logged if that is not temperature 1.
+    hand out logprobs of what it samples from, which is logged if that is not temperature 1.
 
     Args:
-        urls: of the servers that rollouts come from, asked on rank 0; none: those that the options
-            name.
+        urls: of the servers that rollouts come from, called on rank 0; none: the servers that the
+            options name.
 
     Returns:
-        which servers' logprobs are those of what they sample from, which are not, and of which it
+        which servers' logprobs belong to what they sample from, which are not, and of which it
         is not known: see BatchReader.heed.
 
     Raises:
@@ -58,7 +58,7 @@ def check_logprobs(
 
 
 def require_fitting_logprobs(config: TrainerConfig) -> Callable[[str, dict[str, Any]], None]:
-    """What a server must pass that joins a training, for WeightBridge.require."""
+    """Return the check of a joining server, for WeightBridge.require."""
 
     def check(url: str, info: dict[str, Any]) -> None:
         with closing(VLLMClient(url, QUICK_SECONDS, revealed(config.vllm_api_key))) as server:

@@ -100,10 +100,11 @@ class LoraServer(WeightServer):
         return answer
 
     def has_lost_adapter(self) -> bool:
-        """Whether the server is there and serves no adapter, as after a restart. Does not wait.
+        """Return whether the server answers and serves no adapter, as after a restart. Does not
+        wait.
 
         Raises:
-            BridgeError: it serves the adapter of somebody else.
+            BridgeError: it serves another trainer's adapter.
         """
         status = self.watch("/lora/status", "the adapter")
         if status is None:
@@ -287,7 +288,7 @@ def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> bo
     other values of the checkpoint.
 
     Returns:
-        Whether the bits were compared.
+        whether the bits were compared.
 
     Raises:
         BridgeError: names what differs.

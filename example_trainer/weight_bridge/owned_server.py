@@ -30,11 +30,11 @@ OWN_FLAGS = roles.flags(
 )
 OWN_COMMAND = shlex.join(roles.anywhere(roles.vllm_server("{model}", "{port}", OWN_FLAGS)))
 STOP_SECONDS = 30.0
-"""How long a server has between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 _POLL_SECONDS = 0.2
 _LOG_EVERY_SECONDS = 15.0
 
-# What torchrun tells the trainer's ranks about each other is no business of the server's.
+# The server does not get torchrun's variables for the trainer's ranks.
 _NOT_INHERITED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
@@ -51,8 +51,8 @@ class ServerDied(BridgeError):
 
 @dataclass(frozen=True)
 class Served:
-    """What a server was started on: a checkpoint's folder or a model's name, and the weight version
-    and epoch that it holds.
+    """The checkpoint that a server was started on: a folder or a model's name, and the weight
+    version and epoch that it holds.
     """
 
     model: str
@@ -117,10 +117,11 @@ class OwnedServer:
             )
 
     def command(self, served: Served) -> list[str]:
-        """What is run for this checkpoint.
+        """Return the command for this checkpoint.
 
         Raises:
-            BridgeError: the command names a placeholder that there is not, or is no shell words.
+            BridgeError: the command has an unknown placeholder, or cannot be split into shell
+                words.
         """
         values: dict[str, str | int] = {
             "model": served.model,

@@ -40,8 +40,8 @@ from vllm_patching.weights.families import Geometry
 logger = logging.getLogger(__name__)
 
 REVIVALS = 3
-"""How often a server that died by itself is started again before the next restart that was
-planned."""
+"""Number of times that a server that died by itself is started again before the next restart that
+was planned."""
 LOG_NAME = "vllm.log"
 CLOSE_SECONDS = STOP_SECONDS + 30.0
 """For the watch to end: it sleeps half a second at a time, asks a server twice, or stops one."""

@@ -70,10 +70,10 @@ class WeightServer(VLLMClient):
 
 
 class BridgeServer(WeightServer):
-    """The /bridge routes of one server: who has joined, what it serves, and the steps of an update."""
+    """The /bridge routes of one server: its trainer, its weights, and the steps of an update."""
 
     role = "trainer"
-    """What this process is to the server, for messages."""
+    """The role of this process, for messages."""
     start_command = (
         "`VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model …`"
     )
@@ -172,11 +172,11 @@ class BridgeServer(WeightServer):
         written.
 
         Args:
-            cohort: key of the one that sends; empty for a single copy.
+            cohort: key of the sending cohort; empty for a single copy.
 
         Returns:
-            the server's lease, whose `deadline` says until when may be written (see
-            `require_in_time`); None if it goes on generating (an overlapped transfer).
+            the server's lease, whose `deadline` ends the right to write (see `require_in_time`);
+            None if it goes on generating (an overlapped transfer).
         """
         self._lease = None
         lease: dict[str, Any] | None = self.post(
@@ -230,7 +230,7 @@ class BridgeServer(WeightServer):
         Call when nothing of this trainer is on the way to the server's memory any more.
 
         Returns:
-            whether the server has heard it.
+            whether the server has confirmed it.
         """
         try:
             self.post("abort", {"epoch": epoch, "reason": reason, "lease": self._lease})
@@ -245,7 +245,7 @@ class BridgeServer(WeightServer):
         return True
 
     def has_restarted(self) -> bool:
-        """Whether another process than the one joined answers here, ready to be joined.
+        """Return whether another process than the joined one answers here, ready to be joined.
 
         Does not wait.
         """
@@ -302,12 +302,12 @@ class BridgeServer(WeightServer):
             self.sleep(0.5)
 
     def _state(self) -> dict[str, Any] | None:
-        """GET /bridge/state; None if there is no such answer now."""
+        """GET /bridge/state; None without an answer now."""
         return self.look("/bridge/state", _STATE_SECONDS)
 
 
 class ParameterServer(BridgeServer):
-    """The /bridge routes of a parameter server, which are those of a vLLM server."""
+    """The /bridge routes of a parameter server. They equal a vLLM server's."""
 
     what = "parameter server"
     options = "--parameter-servers"
@@ -399,8 +399,8 @@ def served_dtype(info: dict[str, Any]) -> torch.dtype:
 
 
 def shapes_of(model: torch.nn.Module) -> Shapes:
-    """Of every parameter, in the model's order, as the server is told; the same on every rank,
-    nothing is sent.
+    """Return the shapes of every parameter, in the model's order, as the server gets them; the same
+    on every rank, nothing is sent.
     """
     shards = getattr(model, "shards", None) or Shards()
     shapes = {

@@ -47,7 +47,7 @@ class ServerGpus:
 
     @property
     def beside_trainer(self) -> bool:
-        """Whether the server shares the trainer's GPU."""
+        """Return whether the server shares the trainer's GPU."""
         return self.trainer in self.gpus
 
     @property

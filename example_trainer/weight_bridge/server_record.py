@@ -33,7 +33,7 @@ DYING_SECONDS = 5.0
 """A trainer that was just killed is still alive for a moment. One that is alive for longer keeps
 its port."""
 KILL_SECONDS = 10.0
-"""How long killed processes may take to vanish."""
+"""Seconds for killed processes to vanish."""
 _POLL_SECONDS = 0.1
 
 

@@ -1,6 +1,4 @@
-"""The rollout service's /fleet: the fleet's table is shown there, and others write there whom they
-want in it.
-"""
+"""The rollout service's /fleet: it shows the fleet's table, and holds requests to join or leave."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ SERVICE_SECONDS = 3.0
 
 
 class Board(Protocol):
-    """Where the fleet's table hangs, and where others write whom they want in it."""
+    """A place that shows the fleet's table, and holds requests to join or leave."""
 
     def publish(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]] | None:
-        """Show the table. Returns (wanted, left) as they are there now; None if nobody answers."""
+        """Show the table. Returns (wanted, left) as they are there now; None without an answer."""
 
     def close(self) -> None:
         """Hang up."""
@@ -33,8 +31,8 @@ class ServiceBoard:
     """The rollout service's /fleet. A service that is away, or has no such route, is asked again
     with the next table.
 
-    A refusal is said once. So is silence, but by a parameter server alone: a trainer's batches come
-    from the same service, and whoever gets them says that it is away, if there is to be one at all.
+    A refusal is logged once. A parameter server also logs silence once. A trainer does not: its
+    batches come from the same service, so the part that fetches them reports that it is away.
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class ServiceBoard:
     ) -> None:
         """
         Args:
-            keys: to which servers the key of theirs may go; None: there is no such key.
+            keys: decides which servers may get the servers' key; None: there is no such key.
             by: which of several publishers this is; empty for a trainer.
         """
         self._by = {"by": by} if by else {}
@@ -84,7 +82,7 @@ class ServiceBoard:
         self._http.close()
 
     def _say(self, reason: str, told: str, remedy: str) -> None:
-        """Once for each reason, until the table is taken again."""
+        """Log a reason once, until the table is taken again."""
         if reason not in self._said:
             self._said.add(reason)
             logger.warning(
@@ -103,7 +101,7 @@ def _json_object(answer: httpx.Response) -> dict[str, Any] | None:
 
 
 def _remedy(status: int) -> str:
-    """What to do about an answer of the rollout service that is no table; 0: there is none."""
+    """Return the remedy for an answer of the rollout service that is not a table; 0: no answer."""
     if status == 401:
         return "give the service's key: --atropos-api-key, or ROLLOUT_API_KEY where this process is started"
     if status == 403:

@@ -73,8 +73,7 @@ class SingleCopyBridge(WeightBridge):
             server: what rank 0 asks; the other ranks do not use it.
             ranks: the trainer's processes, if it has several.
             colocate: take turns with the server.
-            device: the one that this rank will compute on, if it is known before the model is
-                there.
+            device: that this rank will compute on, if it is known before the model is there.
         """
         self._server, self._planned_device = server, device
         self._ranks = ranks or Ranks()
@@ -136,7 +135,7 @@ class SingleCopyBridge(WeightBridge):
         """See WeightBridge.sync. `write_weights` runs while the server is paused: nothing samples
         from half-written weights.
 
-        A trainer that was held up for longer than the server waits does the update anew, once.
+        A trainer that was delayed for longer than the server waits repeats the update once.
         """
         self._version = version
         try:
@@ -187,7 +186,7 @@ class SingleCopyBridge(WeightBridge):
     def _attach(self) -> None:
         """Make the parameters views on the server's memory.
 
-        What they held before is not carried over.
+        Their earlier values are not carried over.
         """
         assert self._model is not None
         info = self._ask()
@@ -321,8 +320,8 @@ class SingleCopyBridge(WeightBridge):
 
     def _give_back(self, reason: str) -> None:
         """Promise the server that nothing of any rank is on the way to its memory any more.
-        Collective. If that is not so, or cannot be said, the lease stays out until these processes
-        have ended, and the server serves nothing until then.
+        Collective. If that cannot be confirmed, the lease stays out until these processes have
+        ended, and the server serves nothing until then.
         """
         try:
             self._ranks.together("finishing the writes", self._finish_writes)
@@ -429,7 +428,7 @@ def read_handles(info: dict[str, Any], url: str, rank: int) -> dict[str, Any]:
     user on this machine reads.
 
     Raises:
-        BridgeError: there is no such file, or it is another server's, whose memory this trainer
+        BridgeError: the file does not exist, or it is another server's, whose memory this trainer
             must not open.
     """
     path = Path(info["config_path"])

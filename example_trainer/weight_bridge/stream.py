@@ -1,5 +1,5 @@
-"""The sending half of an update: who sends what, the meeting with the receivers, and the weights on
-their way, bucket by bucket, through two buffers of bounded size.
+"""The sending half of an update: the plan of senders, the meeting with the receivers, and the
+weights on their way, bucket by bucket, through two buffers of bounded size.
 
 While one bucket is on its way to the servers, the rows of the next come together from the trainer's
 ranks (FSDP2), in the other buffer. One process that holds whole parameters sends contiguous parts
@@ -88,7 +88,7 @@ class Rendezvous:
         """
         Args:
             timeout: seconds for each wait at a store.
-            port: 0: any that is free; None: as the environment says.
+            port: 0: any free one; None: the environment's.
         """
         self._ranks, self._timeout, self._port = ranks, timeout, port
         self._secret = new_secret()
@@ -136,7 +136,7 @@ def _translate(step: Callable[[], _T]) -> _T:
 
 
 HANDED_BYTES = 256 << 20
-"""How much a rank puts together for the others at a time: a round is gathered in several steps
+"""Bytes that a rank puts together for the others at a time: a round is gathered in several steps
 where it would be more."""
 
 
@@ -154,7 +154,9 @@ class SendPlan:
 
     @property
     def lanes(self) -> int:
-        """Of each cohort: the same for all, so that a server is told one number."""
+        """Return the lanes of each cohort: the same number for all, so that a server gets one
+        number.
+        """
         return -(-self.world_size // self.vllm_ranks)
 
     def senders(self, cohort: int) -> list[int]:
@@ -200,7 +202,7 @@ class SendPlan:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows of one piece, from the trainer rank that holds them to the one that sends them to vLLM.
+    """Rows of one piece, from the trainer rank that holds them to the rank that sends them to vLLM.
 
     Attributes:
         owner, sender: trainer ranks; the same if nothing has to go anywhere.
@@ -249,7 +251,7 @@ class Cuts:
 
     @staticmethod
     def in_place(item: FlatSlice, dtype: torch.dtype) -> bool:
-        """Whether a slice's rows lie contiguous, in the right dtype, in a whole parameter of
+        """Return whether a slice's rows lie contiguous, in the right dtype, in a whole parameter of
         `dtype`: columns do not. A checkpoint tensor may have a dtype of its own, or be a view.
         """
         contiguous = item.slice.source_strides == row_major(item.shape).strides
@@ -257,7 +259,7 @@ class Cuts:
 
     @property
     def num_bytes(self) -> int:
-        """Of weights, over all of vLLM's ranks."""
+        """Return the bytes of weights, over all of vLLM's ranks."""
         return sum(item.num_bytes for layout in self.layouts for item in layout)
 
 
@@ -334,11 +336,11 @@ def packed_bytes(cuts: Cuts, transfer: Transfer, dtype: torch.dtype) -> int:
 
 
 ROUTE_KEYS = ("gpu_uuids", "tp_degree")
-"""What /bridge/info says that a route depends on."""
+"""Fields of /bridge/info that a route depends on."""
 
 
 def route_to(info: Mapping[str, Any], gpus: Sequence[str]) -> Route:
-    """How weights travel to a server.
+    """Return the route of weights to a server.
 
     Args:
         info: its /bridge/info, or the ROUTE_KEYS of it; `gpu_uuids` are of its ranks, replica by
@@ -397,7 +399,7 @@ def distinct_layouts(servers: Iterable[Sequence[Manifest]]) -> tuple[tuple[Manif
 
 @dataclass(frozen=True)
 class BufferBytes:
-    """What a trainer rank keeps to send from: two buffers for buckets, and one for rows that it
+    """Memory that a trainer rank sends from: two buffers for buckets, and one for rows that it
     hands to other ranks.
     """
 
@@ -446,8 +448,8 @@ def buffer_bytes(
 
 
 def bucket_bytes(cuts: Cuts, cohort: int, bucket: int, dtype: torch.dtype, packs_all: bool) -> int:
-    """Bytes of a buffer for a bucket, of which only what cannot be sent from where it is is packed,
-    or all of it.
+    """Return the bytes of a buffer for a bucket. Only parts that cannot be sent from their place
+    are packed, or all of it.
     """
     one = cuts.buckets[cohort][bucket]
     if packs_all or any(not cuts.in_place(cuts.item(cohort, piece), dtype) for piece in one.pieces):
@@ -472,16 +474,16 @@ class CohortError(BridgeError):
 
 
 class LossWatch:
-    """Whether what is under way still has a purpose: rank 0 asks, in a thread, and tells the others
+    """A watch over an update: rank 0 asks in a thread whether it is lost, and informs the others
     through the store.
 
-    Waits in a lane, where no rank hears another, end by it.
+    It ends waits in a lane, where ranks cannot reach each other.
     """
 
     def __init__(self, ranks: Ranks, store: dist.Store, key: str, lost: Callable[[], str]) -> None:
         """
         Args:
-            store: the one that the trainer's rank 0 hosts.
+            store: hosted by the trainer's rank 0.
             key: that nothing else is known by there.
             lost: asked on rank 0, by a thread of its own: why it has none, or an empty string.
         """
@@ -491,7 +493,7 @@ class LossWatch:
         self._thread = threading.Thread(target=self._watch, name="loss watch", daemon=True)
 
     def reason(self) -> str:
-        """Why everything is to be broken off; empty as long as nothing is."""
+        """Return why everything is to be broken off; empty as long as nothing is."""
         return self._reason
 
     def __enter__(self) -> LossWatch:
@@ -529,8 +531,8 @@ class Cohort:
     """This process's lanes to the receivers of one layout, and what is needed to leave them
     together.
 
-    A cohort that is closed can be formed anew under another key, with other members. Collective but
-    for `close`.
+    A cohort that is closed can be formed again under another key, with other members. Collective
+    but for `close`.
     """
 
     def __init__(
@@ -555,7 +557,7 @@ class Cohort:
 
     @property
     def formed(self) -> bool:
-        """Whether there are lanes to send over."""
+        """Return whether there are lanes to send over."""
         return self._store is not None
 
     def form(
@@ -568,19 +570,19 @@ class Cohort:
         seconds: float,
         lost: Callable[[], str],
     ) -> None:
-        """Wait for the receivers, which have been told the same, and form the lanes.
+        """Wait for the receivers, which have the same orders, and form the lanes.
 
         Args:
             meeting: the store, as the receivers reach it.
             key: that no forming before has had.
             members: receivers of each cohort.
             route: how the weights travel.
-            store: the same, of which rank 0 is the host.
+            store: the same, hosted by rank 0.
             seconds: for the receivers to come, and again for the lanes to be formed.
             lost: asked on rank 0 by a thread: why nothing can come of it, or an empty string.
 
         Raises:
-            CohortError: it did not work; those who came have been told so. The cohort is closed.
+            CohortError: it did not work; the present receivers are informed. The cohort is closed.
         """
         self.close()
         own = self.plan.own_lanes(self.ranks.rank)
@@ -616,16 +618,16 @@ class Cohort:
         self._store, self.key = store, key
 
     def lane(self, cohort: int, bucket: int) -> Lane:
-        """The lane of this process that a bucket goes over."""
+        """Return the lane of this process for a bucket."""
         return self._lanes[cohort, bucket % self.plan.lanes]
 
     @property
     def own_lanes(self) -> list[Lane]:
-        """All lanes of this process."""
+        """Return all lanes of this process."""
         return list(self._lanes.values())
 
     def watch(self, lost: Callable[[], str]) -> LossWatch:
-        """A watch over the transfer that begins now."""
+        """Return a watch over the transfer that begins now."""
         assert self._store is not None
         self._watched += 1
         return LossWatch(
@@ -640,7 +642,7 @@ class Cohort:
     def _wait_for_all(
         self, places: Sequence[LanePlace], seconds: float, watch: LossWatch
     ) -> tuple[list[int], str]:
-        """The receivers that have not come in time, and another reason to give up."""
+        """Return the receivers that have not come in time, and another reason to give up."""
         if not places:
             return [], ""
         deadline = time.monotonic() + seconds
@@ -711,8 +713,8 @@ class WeightStream:
     method is collective.
 
     Attributes:
-        buffer_bytes: what this process keeps to send from, as `send_plan.buffer_bytes` told the
-            memory plan.
+        buffer_bytes: bytes that this process sends from, as the memory plan counts them
+            (`buffer_bytes`).
         num_bytes: weights that are sent to each server, over all its ranks.
         memory: that buckets are sent from, where receivers may read it; None over NCCL.
     """
@@ -732,7 +734,7 @@ class WeightStream:
             model: whole in one process, or sharded by FSDP2 over the ranks; it may be float32
                 beside servers of 16 bits.
             manifests: of vLLM's ranks, by rank.
-            plan: who sends.
+            plan: of the senders.
             device: this process's.
             route: how the weights travel.
             bucket_bytes: see pieces.buckets; the receivers'.
@@ -778,7 +780,7 @@ class WeightStream:
         self._prepare()
 
     def rebind(self) -> None:
-        """The model's parameters lie elsewhere now."""
+        """Lay the plan out again: the model's parameters lie elsewhere now."""
         self._prepare()
 
     def not_finite(self) -> str:
@@ -933,8 +935,8 @@ class WeightStream:
         return exchange
 
     def _place(self, number: int, cohort: int, piece: Piece) -> tuple[Tensor, Tensor | None]:
-        """What is sent of a piece: a part of the parameter, or of a buffer; and what is copied
-        there first, if anything is.
+        """Return the tensor that is sent of a piece: a part of the parameter, or of a buffer; and
+        the tensor to copy there first, if any.
         """
         item = self._cuts.item(cohort, piece)
         if self._gathers:

@@ -1,5 +1,5 @@
-"""Taking turns with vLLM on one GPU (`--colocate`): what the trainer asks of the server before it
-computes, and after.
+"""Taking turns with vLLM on one GPU (`--colocate`): the trainer's calls before it computes, and
+after.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Turns:
         """
         self._server, self._ranks = server, ranks
         self.figures: dict[str, float] = {}
-        """Of the last turn: `seconds` of all of it, in which no client got a token; of them `rest`
-        and `wake` until the server had answered; `freed_bytes` is what vLLM gave, over all ranks.
+        """Figures of the last turn: `seconds` of all of it, in which no client got a token; of them
+        `rest` and `wake` until the server had answered; `freed_bytes` is what vLLM gave, over all
+        ranks.
         """
 
     @contextmanager
@@ -52,7 +53,7 @@ class Turns:
         """The trainer's turn. However the block ends, the server is asked to sample again.
 
         Args:
-            epoch: the bridge's, which is another one after a server was joined anew.
+            epoch: the bridge's, which changes when a server was joined again.
             join_again: gives a server that was restarted the present weights.
 
         Raises:
