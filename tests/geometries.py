@@ -21,7 +21,7 @@ def config_of(
     """Return the config.json of a model of a family such as `Qwen3`, with more `keys`."""
     sizes = {
         "architectures": [f"{family}ForCausalLM"],
-        "model_type": family.lower(),
+        "model_type": {"Gemma3": "gemma3_text"}.get(family, family.lower()),
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -33,6 +33,11 @@ def config_of(
         "rms_norm_eps": 1e-6,
     }
     return sizes | keys
+
+
+def windowless(family: str) -> dict[str, Any]:
+    """Return the keys that give a family no sliding window; Gemma always has one."""
+    return {} if family == "Gemma3" else {"sliding_window": None}
 
 
 def geometry_of(family: str, *sizes: int, **keys: Any) -> Geometry:

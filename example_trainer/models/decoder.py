@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from example_trainer.errors import ModelError
-from example_trainer.models.gradients import Sums, Total, summed
+from example_trainer.models.gradients import Sums, Total, summed, wide
 from example_trainer.models.head import chosen_logprobs_of, default_chunk
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
@@ -55,10 +55,16 @@ class Arithmetic:
 class RMSNorm(nn.Module):
     """Root mean square normalisation over the last dimension, behind the addition of the residual."""
 
-    def __init__(self, weight: nn.Parameter, eps: float, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, weight: nn.Parameter, eps: float, arithmetic: Arithmetic, less_one: bool
+    ) -> None:
         super().__init__()
         self.weight = weight
-        self.eps, self.arithmetic = eps, arithmetic
+        self.eps, self.arithmetic, self.less_one = eps, arithmetic, less_one
+
+    def factor(self) -> Tensor:
+        """The factor of what is normalised: the weight, or 1 + weight."""
+        return 1 + wide(self.weight) if self.less_one else self.weight
 
     def forward(
         self, x: Tensor, residual: Tensor | None, packing: Packing
@@ -68,9 +74,10 @@ class RMSNorm(nn.Module):
         Before the first layer there is nothing to add.
         """
         ops, total = self.arithmetic.ops, self.arithmetic.total(self.weight)
+        factor = self.factor()
         if residual is None:
-            return ops.rms_norm(x, self.weight, self.eps, packing, total), x
-        return ops.add_rms_norm(x, residual, self.weight, self.eps, packing, total)
+            return ops.rms_norm(x, factor, self.eps, packing, total), x
+        return ops.add_rms_norm(x, residual, factor, self.eps, packing, total)
 
 
 class Linear(nn.Module):
@@ -159,7 +166,8 @@ class Blueprint:
     def norm(self, path: str) -> RMSNorm:
         """Make a norm."""
         weight = self.parameter(f"{path}.weight")
-        return RMSNorm(weight, self.geometry.rms_norm_eps, self.arithmetic)
+        g = self.geometry
+        return RMSNorm(weight, g.rms_norm_eps, self.arithmetic, g.family.norms_less_one)
 
     def _bias(self, path: str) -> nn.Parameter | None:
         return self.parameter(f"{path}.bias") if self.has(f"{path}.bias") else None
@@ -174,15 +182,24 @@ class Embedding(nn.Module):
         super().__init__()
         self.split, self.arithmetic = blueprint.split, blueprint.arithmetic
         self.first, self.end = self.split.vocabulary_range(blueprint.geometry.vocab_size)
+        self.scale = 1.0
+        if blueprint.geometry.family.scaled_embedding:
+            self.scale = blueprint.geometry.hidden_size**0.5
         self.weight = blueprint.parameter(f"{path}.weight")
 
     def forward(self, ids: Tensor) -> Tensor:
         ops, total = self.arithmetic.ops, self.arithmetic.total(self.weight)
         if self.split.size == 1:
-            return ops.embedding(ids, self.weight, total)
+            return self._scaled(ops.embedding(ids, self.weight, total))
         absent = (ids < self.first) | (ids >= self.end)
         rows = ops.embedding((ids - self.first).masked_fill(absent, 0), self.weight, total)
-        return self.split.leave(rows.masked_fill(absent[:, None], 0))
+        return self._scaled(self.split.leave(rows.masked_fill(absent[:, None], 0)))
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        if self.scale == 1:
+            return rows
+        # vLLM and transformers round the factor to the model's dtype.
+        return rows * torch.tensor(self.scale, dtype=rows.dtype).item()
 
 
 class Attention(nn.Module):
@@ -215,8 +232,8 @@ class Attention(nn.Module):
         norms: tuple[Tensor, Tensor] | None = None
         totals: tuple[Total | None, Total | None] = (None, None)
         if self.q_norm is not None and self.k_norm is not None:
-            norms = self.q_norm.weight, self.k_norm.weight
-            totals = total(norms[0]), total(norms[1])
+            norms = self.q_norm.factor(), self.k_norm.factor()
+            totals = total(self.q_norm.weight), total(self.k_norm.weight)
         qkv = self.qkv_proj(self.split.enter(x), packing)
         q, k, v = ops.heads(
             qkv,
@@ -229,23 +246,25 @@ class Attention(nn.Module):
             totals,
             g.family.interleaved,
         )
-        out = ops.attention(q, k, v, packing, float(g.head_dim**-0.5), self.window)
+        out = ops.attention(q, k, v, packing, g.attention_scale, self.window)
         y: Tensor = self.o_proj(out.reshape(len(x), self.q_size), packing)
         return y
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)) (arXiv:2002.05202). Its inner width is split over ranks."""
+    """down(act(gate(x)) · up(x)) (arXiv:2002.05202). Its inner width is split over ranks."""
 
     def __init__(self, path: str, blueprint: Blueprint, window: int | None) -> None:
         super().__init__()
         self.split, self.arithmetic = blueprint.split, blueprint.arithmetic
+        self.activation = blueprint.geometry.family.activation
         self.gate_up_proj = blueprint.linear(f"{path}.gate_up_proj")
         self.down_proj = blueprint.row_linear(f"{path}.down_proj")
 
     def forward(self, x: Tensor, packing: Packing, rotary: Tensor) -> Tensor:
-        inner = self.arithmetic.ops.silu_and_mul(self.gate_up_proj(self.split.enter(x), packing))
-        y: Tensor = self.down_proj(inner, packing)
+        ops = self.arithmetic.ops
+        gated = ops.silu_and_mul if self.activation == "silu" else ops.gelu_and_mul
+        y: Tensor = self.down_proj(gated(self.gate_up_proj(self.split.enter(x), packing)), packing)
         return y
 
 
@@ -257,11 +276,11 @@ class Layer(nn.Module):
 
     def __init__(self, number: int, blueprint: Blueprint) -> None:
         super().__init__()
-        path, window = f"model.layers.{number}", blueprint.geometry.window(number)
+        path, self.window = f"model.layers.{number}", blueprint.geometry.window(number)
         family = blueprint.geometry.family
         self.blocks = family.layer
         for block in self.blocks:
-            module = _BLOCKS[block.kind](f"{path}.{block.name}", blueprint, window)
+            module = _BLOCKS[block.kind](f"{path}.{block.name}", blueprint, self.window)
             self.add_module(block.name, module)
         for norm in family.norms:
             self.add_module(norm, blueprint.norm(f"{path}.{norm}"))
@@ -336,9 +355,17 @@ class Decoder(nn.Module):
         if not geometry.tie_word_embeddings:
             self.lm_head = blueprint.linear("lm_head")
         self.rotary: Tensor
-        self.register_buffer(
-            "rotary", self.arithmetic.ops.rotary_table(geometry, dtype, device), persistent=False
-        )
+        self.local_rotary: Tensor | None
+        self.register_buffer("rotary", None, persistent=False)
+        self.register_buffer("local_rotary", None, persistent=False)
+        self.make_rotary(dtype, device)
+
+    def make_rotary(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compute the tables of cosines and sines."""
+        table, local = self.arithmetic.ops.rotary_table, self.geometry.local_rope
+        self.rotary = table(self.geometry, dtype, device)
+        if local is not None:
+            self.local_rotary = table(local, dtype, device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -385,12 +412,13 @@ class Decoder(nn.Module):
         self.require_positions(packing)
         x, residual = self.model.embed_tokens(tokens), None
         for layer in self.model.layers:
+            rotary = self.rotary
+            if layer.window is not None and self.local_rotary is not None:
+                rotary = self.local_rotary
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x, residual = checkpoint(
-                    layer, x, residual, packing, self.rotary, use_reentrant=False
-                )
+                x, residual = checkpoint(layer, x, residual, packing, rotary, use_reentrant=False)
             else:
-                x, residual = layer(x, residual, packing, self.rotary)
+                x, residual = layer(x, residual, packing, rotary)
         hidden, _ = self.model.norm(x, residual, packing)
         return hidden
 

@@ -117,7 +117,7 @@ def sharded_decoder(
     alone = None if geometry.tie_word_embeddings else model.model.embed_tokens
     _shard(model, model.model.layers, mesh, dtype, alone=alone)
     model.to_empty(device=device)
-    model.rotary = ops.rotary_table(geometry, dtype, device)
+    model.make_rotary(dtype, device)
     return model
 
 

@@ -25,6 +25,7 @@ from example_trainer.training.quantised import QUANTISED_BLOCK, can_be_quantised
 from example_trainer.weight_bridge.stream import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest
 from vllm_patching.weights.families import (
+    FAMILIES,
     PROJECTIONS,
     Geometry,
     Parameter,
@@ -252,6 +253,9 @@ def layer_activation_bytes(
     Spans that share prefixes have the keys and values that they see laid out again, in place of the
     keys: SEEN_PER_TOKEN for each token, which is as many as packing lets them see.
 
+    A norm behind a step keeps its input alone. The fast table also keeps the inputs of a norm over
+    all heads, and gelu(gate).
+
     Under adapters the reference keeps nothing for frozen weights: not what norms have scaled, and
     the inputs of those projections alone that have an adapter. Every table keeps the adapters'
     inner values.
@@ -266,13 +270,15 @@ def layer_activation_bytes(
     )
     if share_prefixes:
         total += s * (2 * SEEN_PER_TOKEN - 1) * g.kv_size
+    family = FAMILIES.get(g.architecture)  # none for a model of transformers
+    norms = 2 if family is None else len(family.norms)
     if table == "reference":
         scaled = FLOAT32 * (not lora)
         before_attention, before_mlp = (
             {"q_proj", "k_proj", "v_proj"} & set(targets),
             {"gate_proj", "up_proj"} & set(targets),
         )
-        total += 2 * (FLOAT32 + scaled + FLOAT32 / g.hidden_size) * g.hidden_size
+        total += norms * (FLOAT32 + scaled + FLOAT32 / g.hidden_size) * g.hidden_size
         total += s * g.hidden_size * (bool(before_attention) + bool(before_mlp)) + s * g.head_dim
         if g.qk_norm:
             copied = FLOAT32 * (s < FLOAT32)
@@ -282,7 +288,10 @@ def layer_activation_bytes(
         total += s * g.q_size * ("o_proj" in targets)
         total += s * g.intermediate_size * (3 + ("down_proj" in targets))
     else:
-        total += 4 * s * g.hidden_size + 3 * s * g.intermediate_size
+        total += (2 + norms) * s * g.hidden_size + 3 * s * g.intermediate_size
+        if family is not None:
+            total += s * g.intermediate_size * (family.activation != "silu")
+            total += s * (g.q_size + g.kv_size) * family.joint_qk_norm
     return int(total) + s * rank * len(targets)
 
 

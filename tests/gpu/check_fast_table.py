@@ -352,6 +352,13 @@ def rotation_checks(dtype: torch.dtype) -> Checks:
 def model_checks() -> Checks:
     """Whole decoders; they need a GPU."""
     llama = {"qk_norm": False, "tie_word_embeddings": False, "qkv_bias": True}
+    gemma = {
+        "architecture": "Gemma3ForCausalLM",
+        "head_dim": 256,
+        "windows": (100, 100, None, 100),
+        "local_rope_theta": 1e4,
+        "query_scalar": 200.0,
+    }
     phi = {"qk_norm": False, "head_dim": 96, "partial_rotary_factor": 0.667}
     shapes = {
         "Qwen3, tied": geometry(),
@@ -359,6 +366,7 @@ def model_checks() -> Checks:
         "windows in two of four layers": geometry(windows=(100, None, 33, None)),
         "Phi 3, two thirds rotated": geometry(architecture="Phi3ForCausalLM", **phi),
         "OLMo 2": geometry(architecture="Olmo2ForCausalLM"),
+        "Gemma 3": geometry(**gemma),
         "GLM 4": geometry(architecture="Glm4ForCausalLM", **llama, partial_rotary_factor=0.5),
     }
     found: Checks = {}

@@ -66,6 +66,11 @@ def _window_everywhere(config: Mapping[str, Any], layer: int) -> bool:
     return config.get("sliding_window") is not None
 
 
+def _pattern_of_windows(config: Mapping[str, Any], layer: int) -> bool:
+    """Gemma's rule."""
+    return bool((layer + 1) % config["sliding_window_pattern"])
+
+
 @dataclass(frozen=True)
 class Family:
     """Models with the same layers.
@@ -76,6 +81,10 @@ class Family:
             config.json that decides.
         qk_norm: queries and keys are normalised, head by head.
         joint_qk_norm: they are normalised over all heads.
+        activation, activation_key: of the gated MLP, and its key in config.json.
+        norms_less_one: checkpoints store norms' weights less 1.
+        scaled_embedding: embeddings are multiplied by the root of the hidden size.
+        off: keys of config.json for features that are not supported.
         no_determinism: the reason why the family has no deterministic mode; empty: it has one.
         fused: parameters that the checkpoint stores as one tensor, and not projection by projection.
         interleaved: neighbours (2i, 2i + 1) of a head are rotated, and not (i, i + half).
@@ -91,6 +100,11 @@ class Family:
     mlp_bias: bool | str = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    activation_key: str = "hidden_act"
+    norms_less_one: bool = False
+    scaled_embedding: bool = False
+    off: tuple[str, ...] = ()
     no_determinism: str = ""
     fused: tuple[str, ...] = ()
     interleaved: bool = False
@@ -154,6 +168,42 @@ FAMILIES = {
             defaults={"partial_rotary_factor": 1.0},
         ),
         Family(
+            "Gemma3ForCausalLM",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            activation="gelu_pytorch_tanh",
+            activation_key="hidden_activation",
+            norms_less_one=True,
+            scaled_embedding=True,
+            off=(
+                "final_logit_softcapping",
+                "attn_logit_softcapping",
+                "use_bidirectional_attention",
+            ),
+            no_determinism="Gemma 3, whose norms and gated MLP have kernels of their own in vLLM,",
+            windowed=_pattern_of_windows,
+            defaults={
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "tie_word_embeddings": True,
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 6,
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+            },
+            layer=(
+                Block("attention", "self_attn", "input_layernorm", "post_attention_layernorm"),
+                Block(
+                    "gated_mlp",
+                    "mlp",
+                    "pre_feedforward_layernorm",
+                    "post_feedforward_layernorm",
+                ),
+            ),
+        ),
+        Family(
             "Glm4ForCausalLM",
             qkv_bias="attention_bias",
             fused=("gate_up_proj",),
@@ -208,6 +258,8 @@ class Geometry:
     Attributes:
         windows: the sliding window of each layer, in tokens with the query's own, or None for a
             layer without one. It is empty if no layer has one.
+        local_rope_theta: theta of the layers with a window; None: the others' theta and scaling.
+        query_scalar: scores are divided by its root; None: by the root of head_dim.
         partial_rotary_factor: the part of a head that is rotated, in whole pairs.
         media_tokens: ids that stand for images, sounds or films.
         ignored: patterns of checkpoint tensors that the model does not use.
@@ -232,6 +284,8 @@ class Geometry:
     tie_word_embeddings: bool = False
     windows: tuple[int | None, ...] = ()
     partial_rotary_factor: float = 1.0
+    local_rope_theta: float | None = None
+    query_scalar: float | None = None
     media_tokens: frozenset[int] = frozenset()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # of old checkpoints
 
@@ -243,6 +297,18 @@ class Geometry:
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""
         return self.windows[layer] if self.windows else None
+
+    @property
+    def local_rope(self) -> Geometry | None:
+        """The same model with the rotation of its layers with a window; None: all rotate alike."""
+        if self.local_rope_theta is None:
+            return None
+        return replace(self, rope_theta=self.local_rope_theta, rope_scaling=None)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the products of queries and keys."""
+        return float((self.query_scalar or self.head_dim) ** -0.5)
 
     @property
     def rotary_dim(self) -> int:
@@ -307,8 +373,7 @@ class Geometry:
                 "key/value heads evenly"
             )
         max_positions = int(need("max_position_embeddings"))
-        rope = config.get("rope_parameters") or {}
-        theta = rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA
+        rope, local_theta = _rope(config, where)
         return cls(
             architecture=family.architecture,
             vocab_size=int(need("vocab_size")),
@@ -320,17 +385,17 @@ class Geometry:
             head_dim=int(config.get("head_dim") or hidden_size // num_heads),
             max_positions=max_positions,
             rms_norm_eps=float(need("rms_norm_eps")),
-            rope_theta=float(theta),
-            rope_scaling=_rope_scaling(
-                rope or config.get("rope_scaling") or {}, max_positions, where
-            ),
+            rope_theta=float(rope["rope_theta"]),
+            rope_scaling=_rope_scaling(rope, max_positions, where),
             qkv_bias=switch(family.qkv_bias),
             o_bias=switch(family.o_bias),
             mlp_bias=switch(family.mlp_bias),
             qk_norm=family.qk_norm,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             windows=_windows(config, family, max_positions, where),
-            partial_rotary_factor=_partial_rotary(config, rope, family, where),
+            partial_rotary_factor=_partial_rotary(rope, family, where),
+            local_rope_theta=local_theta,
+            query_scalar=config.get("query_pre_attn_scalar"),
         )
 
 
@@ -357,11 +422,17 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
             f"{where}: a quantised checkpoint cannot be trained; use the unquantised one of the "
             "same model"
         )
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
+    activation = config.get(family.activation_key, family.activation)
+    if activation != family.activation:
         raise UnsupportedModel(
-            f"{where}: hidden_act {activation!r} is not supported for {family.architecture}; "
-            "supported: 'silu'"
+            f"{where}: {family.activation_key} {activation!r} is not supported for "
+            f"{family.architecture}; supported: {family.activation!r}"
+        )
+    on = next((key for key in family.off if config.get(key)), None)
+    if on is not None:
+        raise UnsupportedModel(
+            f"{where}: {on} {config[on]!r} is not supported for {family.architecture}; "
+            "use a model that was trained without it"
         )
 
 
@@ -393,15 +464,34 @@ def _windows(
             f"{where}: layer_types has sliding_attention, but the window is off (sliding_window "
             f"{window!r}); set one of the two as the model was trained"
         )
-    if window >= max_positions:
+    if window >= max_positions and "rope_local_base_freq" not in family.defaults:
         return ()  # it hides nothing
     return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
 
 
-def _partial_rotary(
-    config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, where: str
-) -> float:
-    factor = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
+def _rope(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], float | None]:
+    """Read transformers 5's keys of rotary embeddings, or the older ones beside the others.
+
+    Returns:
+        The keys of a layer that sees everything, and theta of the layers with a window if it is
+        another one.
+    """
+    newer = config.get("rope_parameters") or {}
+    older = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key)}
+    rope = {"rope_theta": _DEFAULT_ROPE_THETA} | older
+    rope |= newer.get("full_attention") or newer or config.get("rope_scaling") or {}
+    local = newer.get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default":
+        raise UnsupportedModel(
+            f"{where}: rope scaling {local['rope_type']!r} of layers with a sliding window is not "
+            "supported; supported: default"
+        )
+    theta = local.get("rope_theta") or config.get("rope_local_base_freq")
+    return rope, theta and float(theta)
+
+
+def _partial_rotary(rope: Mapping[str, Any], family: Family, where: str) -> float:
+    factor = float(rope.get("partial_rotary_factor") or 1)
     if factor != 1 and "partial_rotary_factor" not in family.defaults:
         raise UnsupportedModel(
             f"{where}: partial_rotary_factor {factor} is not supported for {family.architecture}, "

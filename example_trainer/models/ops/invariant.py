@@ -206,6 +206,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return y
 
 
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """See Operations.gelu_and_mul."""
+    raise ValueError("the invariant operations have no gelu_and_mul; use another table")
+
+
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(

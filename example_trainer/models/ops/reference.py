@@ -256,6 +256,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """See Operations.gelu_and_mul."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def rows(x: Tensor, rows: Tensor) -> Tensor:
     """See Operations.rows."""
     return x.index_select(0, rows)

@@ -121,6 +121,13 @@ class Operations(Protocol):
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(gate) · up of x [tokens, 2 · width] (arXiv:2002.05202), the gate in its first half."""
 
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """gelu(gate) · up as `silu_and_mul`, with the tanh form of GELU (arXiv:1606.08415).
+
+        Raises:
+            ValueError: this table has none.
+        """
+
     def rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """x[rows] of x [tokens, width]; a row may be chosen several times only where spans continue
         others.

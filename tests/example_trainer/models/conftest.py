@@ -127,6 +127,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Olmo2",
         {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN_ROPE},
     ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 24,
+            "sliding_window": 37,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma3-untied-scaled": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "num_hidden_layers": 3,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 40,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
     "phi3-window": ("Phi3", {"sliding_window": 37}),
     "llama-biases": (
         "Llama",
@@ -139,6 +162,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+
+def config_class_of(family: str) -> Any:
+    """transformers' class of a family's config."""
+    return getattr(transformers, f"{family}ForCausalLM").config_class
+
+
 MakeCheckpoint = Callable[..., tuple[Path, torch.nn.Module]]
 
 
@@ -150,7 +179,7 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
         case: str, dtype: torch.dtype = torch.float32, **save_options: Any
     ) -> tuple[Path, torch.nn.Module]:
         family, changes = CASES[case]
-        config_class = getattr(transformers, f"{family}Config")
+        config_class = config_class_of(family)
         config = config_class(**{**_SIZES, **_SPECIAL_TOKENS, **changes})
         torch.manual_seed(7)
         model = getattr(transformers, f"{family}ForCausalLM")(config)

@@ -16,7 +16,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.geometries import config_of, geometry_of
+from tests.geometries import config_of, geometry_of, windowless
 from vllm_patching.weights.families import (
     FAMILIES,
     PROJECTIONS,
@@ -49,11 +49,11 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         draw(st.integers(1, 40)),
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
-        sliding_window=None,
         tie_word_embeddings=draw(st.booleans()),
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=None,
+        **windowless(family),
     )
     absent = draw(st.sets(st.sampled_from(OPTIONAL)))
     return {key: value for key, value in config.items() if key not in absent}
@@ -62,11 +62,9 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 def checkpoint_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the checkpoint that transformers makes from a config.json."""
     architecture = config["architectures"][0]
-    family = architecture.removesuffix("ForCausalLM")
+    kind = getattr(transformers, architecture)
     with torch.device("meta"):
-        model = getattr(transformers, architecture)(
-            getattr(transformers, f"{family}Config").from_dict(config)
-        )
+        model = kind(kind.config_class.from_dict(config))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -102,6 +100,23 @@ def test_mistral_has_as_many_parameters_as_its_page_states(
 ) -> None:
     geometry = geometry_of("Mistral", *sizes, sliding_window=None)
     assert sum(parameter.size for parameter in parameters(geometry).values()) == elements
+
+
+def test_gemma_reads_the_older_keys_and_the_newer_ones_alike() -> None:
+    sizes = (7, 8, 6, 4, 2, 2, 10)
+    older = geometry_of("Gemma3", *sizes, rope_theta=3e6, rope_local_base_freq=2e4)
+    newer = geometry_of(
+        "Gemma3",
+        *sizes,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 3e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    )
+    assert older == newer
+    assert older.windows == (4096,) * 5 + (None, 4096)
+    assert (older.rope_theta, older.local_rope_theta) == (3e6, 2e4)
+    assert older.attention_scale == 256**-0.5
 
 
 WINDOWS: list[tuple[str, dict[str, Any], tuple[int | None, ...]]] = [
@@ -213,6 +228,21 @@ def test_every_projection_of_a_layer_can_have_an_adapter() -> None:
         (
             {"architectures": ["LlamaForCausalLM"], "sliding_window": 9},
             r"LlamaForCausalLM has no sliding-window attention .* \(it is 9\)",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
+            "final_logit_softcapping 30.0 is not supported for Gemma3ForCausalLM",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "silu"},
+            "hidden_activation 'silu' is not supported for Gemma3ForCausalLM",
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "rope_parameters": {"sliding_attention": {"rope_type": "yarn"}},
+            },
+            "rope scaling 'yarn' of layers with a sliding window is not supported",
         ),
         ({"rope_scaling": {"type": "dynamic"}}, "rope scaling 'dynamic' is not supported"),
         (

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.geometries import geometry_of
+from tests.geometries import geometry_of, windowless
 from vllm_patching.weights.families import FAMILIES, Geometry, UnsupportedModel
 from vllm_patching.weights.sharding import VOCAB_PADDING, plan_shards
 
@@ -16,8 +16,9 @@ TP_SIZES = (1, 2, 4, 8)
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
+    family = draw(st.sampled_from([name.removesuffix("ForCausalLM") for name in FAMILIES]))
     return geometry_of(
-        draw(st.sampled_from([name.removesuffix("ForCausalLM") for name in FAMILIES])),
+        family,
         draw(st.integers(1, 2)),
         draw(st.sampled_from([8, 24])),
         8 * draw(st.integers(1, 4)),
@@ -28,7 +29,7 @@ def geometries(draw: st.DrawFn) -> Geometry:
         tie_word_embeddings=draw(st.booleans()),
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
-        sliding_window=None,
+        **windowless(family),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.geometries import config_of
+from tests.geometries import config_of, windowless
 from vllm_patching.weights.families import FAMILIES, Geometry
 from vllm_patching.weights.sharding import plan_shards
 
@@ -59,7 +59,8 @@ print(json.dumps(shapes))
 
 def config(case: str) -> dict[str, Any]:
     return (
-        config_of(case.split()[0], 1, 64, 80, 4, 2, 16, 97, hidden_act="silu", sliding_window=None)
+        config_of(case.split()[0], 1, 64, 80, 4, 2, 16, 97, hidden_act="silu")
+        | windowless(case.split()[0])
         | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
         | CASES[case]
     )

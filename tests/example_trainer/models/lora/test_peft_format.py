@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     LlamaConfig,
@@ -59,6 +61,7 @@ FAMILIES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "glm4": lambda: Glm4ForCausalLM(Glm4Config(**SIZES, **NO_SPECIAL_TOKENS, head_dim=8)),
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES, **NO_SPECIAL_TOKENS)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **NO_SPECIAL_TOKENS, head_dim=8)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, **NO_SPECIAL_TOKENS)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
 }
