@@ -270,8 +270,7 @@ def layer_activation_bytes(
     )
     if share_prefixes:
         total += s * (2 * SEEN_PER_TOKEN - 1) * g.kv_size
-    family = FAMILIES.get(g.architecture)  # none for a model of transformers
-    norms = 2 if family is None else len(family.norms)
+    norms = _norms(g)
     if table == "reference":
         scaled = FLOAT32 * (not lora)
         before_attention, before_mlp = (
@@ -288,11 +287,22 @@ def layer_activation_bytes(
         total += s * g.q_size * ("o_proj" in targets)
         total += s * g.intermediate_size * (3 + ("down_proj" in targets))
     else:
-        total += (2 + norms) * s * g.hidden_size + 3 * s * g.intermediate_size
-        if family is not None:
-            total += s * g.intermediate_size * (family.activation != "silu")
-            total += s * (g.q_size + g.kv_size) * family.joint_qk_norm
+        total += s * ((2 + norms) * g.hidden_size + 3 * g.intermediate_size + _kept_by_torch(g))
     return int(total) + s * rank * len(targets)
+
+
+def _norms(g: Geometry) -> int:
+    family = FAMILIES.get(g.architecture)  # none for a model of transformers
+    return 2 if family is None else len(family.norms)
+
+
+def _kept_by_torch(g: Geometry) -> int:
+    """Elements of a token that a family's layer keeps beside what the fast kernels keep."""
+    family = FAMILIES.get(g.architecture)
+    if family is None:
+        return 0
+    joint_norms = (g.q_size + g.kv_size) * family.joint_qk_norm
+    return joint_norms + g.intermediate_size * (family.activation != "silu")
 
 
 def _layer_bytes(request: MemoryRequest) -> int:
