@@ -220,15 +220,15 @@ def read_levels(value: object) -> object:
 
 
 def checked_levels(
-    levels: tuple[int, ...], known: Collection[int] = OPERAND_DIGITS
+    levels: tuple[int, ...], allowed: Collection[int] = OPERAND_DIGITS
 ) -> tuple[int, ...]:
     """Return the levels.
 
     Raises:
         ValueError: there is none, or one that does not exist.
     """
-    if not levels or not set(levels) <= set(known):
-        raise ValueError(f"levels {levels!r}: choose one or more of {sorted(known)}")
+    if not levels or not set(levels) <= set(allowed):
+        raise ValueError(f"levels {levels!r}: choose one or more of {sorted(allowed)}")
     return levels
 
 
@@ -249,7 +249,7 @@ class ArithmeticConfig(BaseEnvConfig):
     )
 
     _read_levels = field_validator("difficulty", mode="before")(read_levels)
-    _check_levels = field_validator("difficulty")(partial(checked_levels, known=OPERAND_DIGITS))
+    _check_levels = field_validator("difficulty")(partial(checked_levels, allowed=OPERAND_DIGITS))
 
 
 class ArithmeticEnv(SingleTurnEnv):

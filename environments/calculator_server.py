@@ -264,7 +264,7 @@ class CalculatorConfig(MultiTurnConfig):
     )
 
     _read_levels = field_validator("difficulty", mode="before")(read_levels)
-    _check_levels = field_validator("difficulty")(partial(checked_levels, known=LEVELS))
+    _check_levels = field_validator("difficulty")(partial(checked_levels, allowed=LEVELS))
 
 
 async def calculate(expression: str) -> int:

@@ -12,18 +12,18 @@ docs/sandbox.md. Generated problems come with reference solutions. A row without
 out and counted (`bad_rows`). Contained programs exceeded memory or output, made a refused call, or
 left processes behind.
 
-**Problems.** A problem is put together of parts, each of which is a phrase and the Python that it means,
-so the reference solution says what the text says. Training and held-out problems are disjoint: a keyed
-hash of the reference's source says on which side it lies.
+**Problems.** A problem is put together of parts, each of which is a phrase and the Python that it
+means, so the reference solution says what the text says. Training and held-out problems are
+disjoint: a keyed hash of the reference's source says on which side it lies.
 
 >>> held_out_problems(1)[0].question == held_out_problems(50)[0].question
 True
 
-**The program in an answer.** Fences come in pairs, as in CommonMark: a block ends at a fence of the same
-character, at least as long and without an info string. Two things that models write go beyond it: a
-fence may be indented by any amount (in a list), and a backtick fence without an info string, or with
-Python's name, may open behind text on the same line. A tag or a brace may follow a closing fence, and
-code may begin behind the opening one. Blocks inside a block of Markdown count as blocks.
+**The program in an answer.** Fences come in pairs, as in CommonMark: a block ends at a fence of the
+same character, at least as long and without an info string. Two things that models write go beyond
+it: a fence may be indented by any amount (in a list), and a backtick fence without an info string,
+or with Python's name, may open behind text on the same line. A tag or a brace may follow a closing
+fence, and code may begin behind the opening one. Blocks inside a block of Markdown count as blocks.
 """
 
 import asyncio

@@ -293,8 +293,8 @@ def judge_messages(
     Args:
         special: special tokens of the judge, beside the common ones.
     """
-    known = tuple(special)
-    question, rubric, answer = (harmless(text, known) for text in (question, rubric, answer))
+    special = tuple(special)
+    question, rubric, answer = (harmless(text, special) for text in (question, rubric, answer))
     mark = secrets.token_hex(8)
     shown = answer if len(answer) <= MAX_ANSWER else f"{answer[:MAX_ANSWER]} [cut off here]"
     text = (

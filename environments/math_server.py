@@ -150,13 +150,13 @@ def read_question(row: Any, columns: Columns) -> Question:
     return Question(question.strip(), gold)
 
 
-def _column(row: dict[str, Any], what: str, given: str | None, usual: Sequence[str]) -> str:
+def _column(row: dict[str, Any], what: str, configured: str | None, usual: Sequence[str]) -> str:
     """Return the name of the column with the question or the answer."""
     present = [name for name in usual if name in row]
     filled = [name for name in present if row[name] is not None and row[name] != ""]
-    name = given or next(iter(filled or present), None)
+    name = configured or next(iter(filled or present), None)
     if name is None or name not in row:
-        expected = repr(given) if given else " or ".join(usual)
+        expected = repr(configured) if configured else " or ".join(usual)
         raise BadRow(
             f"no column {expected}; it has {', '.join(map(str, row))}: name it with "
             f"--env.{what}_column"

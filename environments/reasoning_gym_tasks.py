@@ -90,9 +90,9 @@ def package() -> ModuleType:
     return module
 
 
-def among(name: str, known: Iterable[str]) -> str:
+def among(name: str, entries: Iterable[str]) -> str:
     """Name the known entries for an error message, with the nearest one first."""
-    names, guess = sorted(known), ""
+    names, guess = sorted(entries), ""
     for near in difflib.get_close_matches(name, names, n=1):
         guess = f" (did you mean {near}?)"
     return f"{guess}; it has {', '.join(names) or 'none'}"

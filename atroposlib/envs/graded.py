@@ -4,14 +4,14 @@ with several have in common.
 A subclass defines how one problem is attempted; this class holds the evaluation of all held-out
 ones and its metrics.
 
-**Curriculum.** If every answer to an item is right, or every one is wrong, there is nothing to learn.
-There is most to learn if half of them are right. The variance of a right-or-wrong reward at success p is
-p (1 - p), so the next item is taken with probability
+**Curriculum.** If every answer to an item is right, or every one is wrong, there is nothing to
+learn. There is most to learn if half of them are right. The variance of a right-or-wrong reward at
+success p is p (1 - p), so the next item is taken with probability
 
     P(p) = floor + (1 - floor) · 4 p (1 - p)
 
-and skipped otherwise. A `floor` above 0 keeps every item in the stream, so that an item which was too
-hard comes back later. An item that was never sampled counts as p = ½ and is always taken.
+and skipped otherwise. A `floor` above 0 keeps every item in the stream, so that an item which was
+too hard comes back later. An item that was never sampled counts as p = ½ and is always taken.
 """
 
 import asyncio

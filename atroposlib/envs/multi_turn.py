@@ -5,8 +5,8 @@ A subclass defines how a conversation begins, what follows an answer, which tool
 what it was all worth.
 
 **From rewards of turns to advantages of tokens.** With `turn_rewards` "to_go", a token is made
-responsible for what comes from its own turn on. Of conversation i of a group, r_{i,t} the reward of its
-turn t, T_i the number of its turns, γ the discount:
+responsible for what comes from its own turn on. Of conversation i of a group, r_{i,t} the reward of
+its turn t, T_i the number of its turns, γ the discount:
 
     G_{i,t} = Σ_{s ≥ t} γ^{s-t} r_{i,s}                         the return from turn t on
     d_{i,t} = G_{i,t} - mean of G_{j,t} over all j with t ≤ T_j  against the same turn of the others
@@ -396,7 +396,7 @@ class MultiTurnEnv(GradedEnv):
         item: Item,
         count: int = 1,
         seed: Callable[[int], int | None] = lambda _: None,
-        **asked: Any,
+        **request: Any,
     ) -> list[tuple[Conversation, SequenceNode]]:
         """Conversations about an item, from beginning to end. One that fails is tried again by
         itself.
@@ -405,7 +405,7 @@ class MultiTurnEnv(GradedEnv):
             item: what they are about.
             count: how many. If they begin alike, one request asks for all first answers.
             seed: from the number of a request to its seed.
-            asked: fields of each request.
+            request: fields of each request.
 
         Returns:
             Each, and its tokens. If the chat template rewrites answers in the history of later
@@ -414,24 +414,24 @@ class MultiTurnEnv(GradedEnv):
         Raises:
             RolloutFailure: one failed every time, or has not even room for an answer.
         """
-        asked = dict(self.request_fields) | asked
-        begun = await gather_or_cancel([self._begin(item, asked) for _ in range(count)])
+        request = dict(self.request_fields) | request
+        begun = await gather_or_cancel([self._begin(item, request) for _ in range(count)])
         opening = [dict(message) for message in begun[0].messages]
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             first: ChatCompletion | None = None
             if all(talk.messages == opening for talk in begun):
-                first = await self._ask(managed, begun[0], asked | with_seed(seed(0)), count)
+                first = await self._ask(managed, begun[0], request | with_seed(seed(0)), count)
             first_nodes = [managed.node_of(first, index) for index in range(count if first else 0)]
             waiting = dict(enumerate(begun))
 
             async def play(member: int) -> tuple[Conversation, SequenceNode]:
-                talk = waiting.pop(member, None) or await self._begin(item, asked)
+                talk = waiting.pop(member, None) or await self._begin(item, request)
                 node: SequenceNode | None = None
                 if first is not None and talk.ended is None and talk.messages == opening:
                     node = first_nodes[member]
                     await self._take(talk, first.choices[member], node)
                 begin = 1 + member * self.config.max_turns
-                return talk, await self._play_on(managed, talk, node, seed, begin, asked)
+                return talk, await self._play_on(managed, talk, node, seed, begin, request)
 
             calls = [lambda member=member: play(member) for member in range(count)]
             played = await gather_or_cancel(
@@ -448,7 +448,7 @@ class MultiTurnEnv(GradedEnv):
         node: SequenceNode | None,
         seed: Callable[[int], int | None],
         begin: int,
-        asked: Mapping[str, Any],
+        request: Mapping[str, Any],
     ) -> SequenceNode:
         """Ask for answers until the conversation has ended.
 
@@ -460,7 +460,7 @@ class MultiTurnEnv(GradedEnv):
             The tokens of the last answer and of its prompt.
         """
         while talk.ended is None:
-            fields = {**asked, **with_seed(seed(begin + len(talk.turns)))}
+            fields = {**request, **with_seed(seed(begin + len(talk.turns)))}
             try:
                 answer = await self._ask(managed, talk, fields)
             except NoRoom:
@@ -485,10 +485,10 @@ class MultiTurnEnv(GradedEnv):
         )
         node.metadata = {**(node.metadata or {}), "finish_reason": "length"}
 
-    async def _begin(self, item: Item, asked: dict[str, Any]) -> Conversation:
+    async def _begin(self, item: Item, request: dict[str, Any]) -> Conversation:
         """`reset`, and the tools where the model learns of them.
 
-        They go into the requests, `asked`, for the template.
+        They go into the requests, `request`, for the template.
         """
         talk = await self.reset(item)
         if not isinstance(talk, Conversation) or not talk.messages:
@@ -503,7 +503,7 @@ class MultiTurnEnv(GradedEnv):
             and "tools" in str(getattr(self.tokenizer, "chat_template", ""))
         ):
             # The calls are read here: the managed server is to hand out the text as it is.
-            asked.update(tools=[tool.schema for tool in tools], tool_choice="none")
+            request.update(tools=[tool.schema for tool in tools], tool_choice="none")
         elif tools and (description := self.tool_format.describe(tools)):
             rest = talk.messages
             if rest[0].get("role") == "system":
@@ -514,7 +514,7 @@ class MultiTurnEnv(GradedEnv):
         return talk
 
     async def _ask(
-        self, managed: Any, talk: Conversation, asked: Mapping[str, Any], count: int = 1
+        self, managed: Any, talk: Conversation, request: Mapping[str, Any], count: int = 1
     ) -> ChatCompletion:
         """The model's next answer, or `count` of them.
 
@@ -525,7 +525,7 @@ class MultiTurnEnv(GradedEnv):
         if limit > 0 and isinstance(managed, ManagedServer):
             taken = len(
                 managed.prompt_tokens(
-                    talk.messages, asked.get("tools"), asked.get("chat_template_kwargs")
+                    talk.messages, request.get("tools"), request.get("chat_template_kwargs")
                 )
             )
             room = min(room, limit - taken)
@@ -534,7 +534,7 @@ class MultiTurnEnv(GradedEnv):
                     f"{taken} tokens leave no room for an answer within --env.max_conversation_tokens {limit}"
                 )
         answer: ChatCompletion = await managed.chat_completion(
-            messages=talk.messages, n=count, max_tokens=room, **asked
+            messages=talk.messages, n=count, max_tokens=room, **request
         )
         return answer
 

@@ -88,12 +88,12 @@ class Tool:
             raise UsageError(
                 f"tool {self.name!r}: {error}; name types of the module, not of a function"
             ) from error
-        self._given: list[str] = []
-        self._taken: list[str] = []
+        self._context_parameters: list[str] = []
+        self._parameters: list[str] = []
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(function).parameters.items():
             if inspect.isclass(hints.get(name)) and issubclass(hints[name], context):
-                self._given.append(name)
+                self._context_parameters.append(name)
                 continue
             if name not in hints or parameter.kind not in (
                 parameter.POSITIONAL_OR_KEYWORD,
@@ -107,8 +107,8 @@ class Tool:
                 default = ...
             # By an alias, so that a parameter may be called what pydantic's own attributes are.
             about = Field(default, alias=name, description=arguments.get(name))
-            fields[f"argument_{len(self._taken)}"] = (hints[name], about)
-            self._taken.append(name)
+            fields[f"argument_{len(self._parameters)}"] = (hints[name], about)
+            self._parameters.append(name)
         try:
             self._arguments: type[BaseModel] = create_model(
                 self.name, __config__=ConfigDict(extra="forbid"), **fields
@@ -139,11 +139,15 @@ class Tool:
                 for e in error.errors(include_url=False)[:3]
             ]
             raise ValueError("; ".join(wrong)) from None
-        return {name: getattr(read, f"argument_{index}") for index, name in enumerate(self._taken)}
+        return {
+            name: getattr(read, f"argument_{index}") for index, name in enumerate(self._parameters)
+        }
 
     def bound(self, arguments: Mapping[str, Any], context: Any) -> Callable[[], Any]:
         """The call itself."""
-        return lambda: self.function(**arguments, **dict.fromkeys(self._given, context))
+        return lambda: self.function(
+            **arguments, **dict.fromkeys(self._context_parameters, context)
+        )
 
 
 def described(docstring: str) -> tuple[str, dict[str, str]]:

@@ -3,20 +3,20 @@
 `APIServer` is a client of one server. Each client belongs to a `ServerPool`, which chooses a server
 for every request, polls them, and tries again.
 
-`Choice` decides, without I/O and without a clock. It has two sources. A *poll* asks a server: does it
-serve, which weights has it, how many requests are in flight there. A *request* meets the server: it was
-answered, was refused because the server is away, or failed although the server is there. A server may
-look well in a poll and fail every request, so both count:
+`Choice` decides, without I/O and without a clock. It has two sources. A *poll* asks a server: does
+it serve, which weights has it, how many requests are in flight there. A *request* meets the server:
+it was answered, was refused because the server is away, or failed although the server is there. A
+server may look well in a poll and fail every request, so both count:
 
 * a server that is away, by either source, gets nothing until a later poll shows that it is well;
 * one that fails gets nothing for a pause that doubles with every failure in a row, and then one
   request, as a trial;
-* of the others, the pool asks those with the freshest weights, and among them the one with the least
-  to do.
+* of the others, the pool asks those with the freshest weights, and among them the one with the
+  least to do.
 
-`OpenAIServer` takes text and returns text. `VLLMServer` and `SGLangServer` have a native `/generate`:
-token ids in, token ids and logprobs out, and from vLLM the weight versions. `TrlVllmServer` takes text
-and returns token ids, without logprobs.
+`OpenAIServer` takes text and returns text. `VLLMServer` and `SGLangServer` have a native
+`/generate`: token ids in, token ids and logprobs out, and from vLLM the weight versions.
+`TrlVllmServer` takes text and returns token ids, without logprobs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The answer to a request for tokens, and the weights and parameters that sampled it.
 
-`Generation` holds token ids, logprobs and weights of the completions of one prompt. `Sampling` holds
-the parameters of a request, and goes to the trainer with a group. Neutral values (`NEUTRAL`) are left
-out: if the parameters hold only a temperature, nothing else changed the distribution.
+`Generation` holds token ids, logprobs and weights of the completions of one prompt. `Sampling`
+holds the parameters of a request, and goes to the trainer with a group. Neutral values (`NEUTRAL`)
+are left out: if the parameters hold only a temperature, nothing else changed the distribution.
 `VersionRecord` collects both for one rollout.
 """
 

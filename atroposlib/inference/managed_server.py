@@ -5,10 +5,10 @@ async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
     answer = await managed.chat_completion(messages=messages, n=8, max_tokens=512, temperature=1.0)
     nodes = managed.get_state()["nodes"]        # one SequenceNode per choice, in order; a later turn takes its place
 
-`SequenceTracker` does the bookkeeping, without I/O. A later turn continues the tokens of an earlier one
-in two cases: its messages begin with the earlier request's messages and answer, or its prompt begins
-with the earlier sequence's text. Then only the text in between is tokenised: tokens that the model
-sampled are kept.
+`SequenceTracker` does the bookkeeping, without I/O. A later turn continues the tokens of an earlier
+one in two cases: its messages begin with the earlier request's messages and answer, or its prompt
+begins with the earlier sequence's text. Then only the text in between is tokenised: tokens that the
+model sampled are kept.
 """
 
 import logging

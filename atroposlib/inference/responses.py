@@ -5,10 +5,10 @@ r"""Reading a model's response: its reasoning, its answer, and its calls of tool
 >>> answer_part("4 or 5?", opened="<think>\n")
 ''
 
-**Reasoning.** Many chat templates open the reasoning themselves: the prompt ends with `<think>`, and
-the response begins inside the block. `opened_by` reads that from the prompt, and `read_reasoning`
-takes it. docs/grading.md lists the rules. If a closing tag stands behind a block without an opening
-one, everything before it is reasoning, too.
+**Reasoning.** Many chat templates open the reasoning themselves: the prompt ends with `<think>`,
+and the response begins inside the block. `opened_by` reads that from the prompt, and
+`read_reasoning` takes it. docs/grading.md lists the rules. If a closing tag stands behind a block
+without an opening one, everything before it is reasoning, too.
 
 **Calls of tools.** `FORMATS` has one entry for each notation, by the name of vLLM's parser; the
 notations come from the models' own chat templates and from the documentation of vLLM's

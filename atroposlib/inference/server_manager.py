@@ -1,5 +1,5 @@
-"""All inference servers of one environment: their addresses, and the calls that environments make on
-them.
+"""All inference servers of one environment: their addresses, and the calls that environments make
+on them.
 
 The pool of a server decides which one answers. With `FleetFollower` the servers are those that the
 trainer publishes at the rollout service. `ServerHarness` answers from a table instead.

@@ -1,4 +1,5 @@
-"""The request to a sandbox and its answer, whichever sandbox it is; and the verdict about a program.
+"""The request to a sandbox and its answer, whichever sandbox it is; and the verdict about a
+program.
 
 The verdict is made outside of the sandbox: only this side knows the right values.
 """
@@ -17,7 +18,7 @@ ISOLATIONS = {
     "disk": "what it writes goes to an empty folder of limited size, which is gone afterwards",
     "syscalls": "parts of the kernel that a function has no use for are closed to it",
 }
-"""What a host may be unable to give, and what it would mean."""
+"""Isolations that a host may lack, and the promise of each."""
 
 End = Literal["exited", "signal", "deadline", "cpu", "memory", "output"]
 
@@ -42,7 +43,7 @@ class SandboxBroken(RolloutFailure):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run of a program may use. Those of memory and disk are in bytes.
+    """Limits of one run of a program. Memory and disk are in bytes.
 
     Attributes:
         seconds: of wall time, over all calls.
@@ -109,8 +110,8 @@ class Raised:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program. Nothing in it is to be believed but what the sandbox itself has
-    seen: `end`, the times, `left`.
+    """The end of a program, and its results. Only `end`, the times and `left` can be believed: the
+    sandbox itself has seen them.
 
     A program writes `results` and `output` as it likes. Whether it is right is for whoever knows
     the expected values to say, by comparing: they are no part of a `Program`.
@@ -179,7 +180,7 @@ and never a failure into a success."""
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a program is worth.
+    """The worth of a program.
 
     Attributes:
         kind: `right` if every call returned what was expected. Otherwise `timeout` (no time left),

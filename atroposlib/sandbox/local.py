@@ -145,7 +145,7 @@ class LocalSandbox:
         return cast(dict[str, Any], json.loads(report))
 
     async def _tried(self) -> dict[str, str]:
-        """What a program in the sandbox could do that it should not: isolation -> what."""
+        """Try what a program in the sandbox should not be able to do: isolation -> what it could do."""
         with (
             tempfile.NamedTemporaryFile() as secret,
             socket.create_server(("127.0.0.1", 0)) as listener,
@@ -285,8 +285,8 @@ def file_of(data: bytes) -> int:
 
 
 class Pipe:
-    """What a program writes into a pipe: the beginning is kept, all is counted, and beyond the
-    limit it is told to stop.
+    """A program's output into a pipe: the beginning is kept, all is counted, and beyond the limit
+    the program is stopped.
 
     Args:
         descriptor: the end to read.
@@ -348,7 +348,7 @@ def outcome_of(
 
 
 def read_results(data: bytes, calls: int) -> tuple[list[Returned | Raised], str | None]:
-    """What the program says of its calls; it may have written anything at all.
+    """Read the results of a program's calls; it may have written anything at all.
 
     Returns:
         The results of the first calls, as many as follow one another; and why there are none, if it

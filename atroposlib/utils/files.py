@@ -1,5 +1,5 @@
-"""Files that are written whole or not at all, files that other users must not read, and the line for
-a disk that refuses.
+"""Files that are written whole or not at all, files that other users must not read, and the line
+for a disk that refuses.
 
 Standard library only.
 """

@@ -8,8 +8,8 @@ a line that they cannot read, and go on.
 - A byte order mark is skipped at the start of each line: files that were joined have several.
 - NaN and infinities, which JSON does not have, are read.
 
-`rows_of_file` reads data files: JSON lines, JSON and Parquet. A row that cannot be read is returned with
-its fault, so that the caller can count it. A file is refused only if none of it can be read.
+`rows_of_file` reads data files: JSON lines, JSON and Parquet. A row that cannot be read is returned
+with its fault, so that the caller can count it. A file is refused only if none of it can be read.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ process: there the alarm works, and a child that hangs all the same is killed an
 
 No answer makes a comparison raise: an answer that cannot be read or compared is not equal.
 
-The middle of the file gives one spelling to answers that mean the same: units, currencies, typographic
-characters. Every rule keeps the meaning. What is left is LaTeX for math_verify, whose own removal of
-units is not used: it takes the variable of `3m` or of `x^2+3t` for a unit.
+The middle of the file gives one spelling to answers that mean the same: units, currencies,
+typographic characters. Every rule keeps the meaning. What is left is LaTeX for math_verify, whose
+own removal of units is not used: it takes the variable of `3m` or of `x^2+3t` for a unit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Metrics: statistics of a list under the names that the dashboards use, a table for a terminal, and
-whether Weights & Biases has a login, without prompting for one.
-"""
+"""Metrics: statistics of a list under the names that the dashboards use, a table for a terminal,
+and whether Weights & Biases has a login, without prompting for one."""
 
 import logging
 import math

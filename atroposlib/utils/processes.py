@@ -1,5 +1,6 @@
-"""Processes of this machine, as /proc shows them: one that is still the same, and the users of a port
-or a file. Processes that end with their parent, and calls in child processes that can be killed.
+"""Processes of this machine, as /proc shows them: one that is still the same, and the users of a
+port or a file. Processes that end with their parent, and calls in child processes that can be
+killed.
 
 Standard library only.
 """

@@ -118,11 +118,13 @@ def flag_parser(
     return parser
 
 
-Given = Mapping[str, dict[str, Any]]
+FlagValues = Mapping[str, dict[str, Any]]
 """The user's flags by namespace. Values are still text."""
 
 
-def parse_flags(arguments: list[str], env_cls: type[BaseModel], more: Iterable[str] = ()) -> Given:
+def parse_flags(
+    arguments: list[str], env_cls: type[BaseModel], more: Iterable[str] = ()
+) -> FlagValues:
     """Read `--env.group_size 8`, `--env.group_size=8` and, for booleans, a bare `--env.use_wandb`.
 
     Dashes and underscores in names are the same. The word None stands for no value.
@@ -143,11 +145,11 @@ def parse_flags(arguments: list[str], env_cls: type[BaseModel], more: Iterable[s
             )
         near = nearest(flag.removeprefix("--"), flag_names(env_cls, more), "--")
         raise UsageError(f"unknown flag {flag}{near}; --help lists all flags")
-    given: dict[str, dict[str, Any]] = defaultdict(dict)
+    flags: dict[str, dict[str, Any]] = defaultdict(dict)
     for flag, value in vars(values).items():
         namespace, _, name = flag.rpartition(NAMESPACE_SEP)
-        given[namespace][name] = None if value == "None" else value
-    return given
+        flags[namespace][name] = None if value == "None" else value
+    return flags
 
 
 def underscored(word: str) -> str:
@@ -275,7 +277,7 @@ def yaml_tables(
 def merge(
     default_env: BaseEnvConfig,
     default_servers: Servers,
-    given: Given,
+    flags: FlagValues,
     yaml_content: Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
     more: Mapping[str, Servers | None] | None = None,
@@ -284,11 +286,11 @@ def merge(
 
     Args:
         default_env: from `config_init`, as `default_servers`.
-        given: the flags.
+        flags: the flags.
         yaml_content: the YAML file, or an empty table.
         overrides: what a command changes in the environment's defaults, under YAML and flags.
         more: defaults of servers beside `openai`, by their namespace; None where there are none
-            unless they are given.
+            unless YAML or flags name them.
 
     Raises:
         UsageError: an unknown key or a value that does not validate.
@@ -297,27 +299,27 @@ def merge(
     content, yaml_env, yaml_manager = yaml_tables(yaml_content, type(default_env), more)
     env = validated(
         type(default_env),
-        all_settings(default_env) | dict(overrides or {}) | yaml_env | given.get(ENV_NAMESPACE, {}),
+        all_settings(default_env) | dict(overrides or {}) | yaml_env | flags.get(ENV_NAMESPACE, {}),
         ENV_NAMESPACE,
     )
     servers = merged_servers(
         default_servers,
         content.get(OPENAI_NAMESPACE),
-        given.get(OPENAI_NAMESPACE, {}),
+        flags.get(OPENAI_NAMESPACE, {}),
         OPENAI_NAMESPACE,
     )
     beside = {
         namespace: merged_servers(
             default or APIServerConfig(),
             content.get(namespace),
-            given.get(namespace, {}),
+            flags.get(namespace, {}),
             namespace,
         )
         for namespace, default in more.items()
-        if default is not None or content.get(namespace) or given.get(namespace)
+        if default is not None or content.get(namespace) or flags.get(namespace)
     }
-    flags = {name: value for name, value in given.get("", {}).items() if name != "config"}
-    manager = validated(ServerManagerConfig, yaml_manager | flags, SERVER_MANAGER_NAMESPACE)
+    manager_flags = {name: value for name, value in flags.get("", {}).items() if name != "config"}
+    manager = validated(ServerManagerConfig, yaml_manager | manager_flags, SERVER_MANAGER_NAMESPACE)
     return Settings(env=env, servers=servers, manager=manager, more=beside)
 
 
@@ -433,11 +435,11 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
         if trouble := proxy_trouble():
             raise UsageError(trouble)
         more = more_servers(env_cls)
-        given = parse_flags(arguments, type(default_env), more)
-        config = given[""]["config"]
+        flags = parse_flags(arguments, type(default_env), more)
+        config = flags[""]["config"]
         yaml_content = read_config(config) if config else {}
         overrides = command_defaults(command, env_cls, default_env)
-        settings = merge(default_env, default_servers, given, yaml_content, overrides, more)
+        settings = merge(default_env, default_servers, flags, yaml_content, overrides, more)
         return asyncio.run(run_until_stopped(start(env_cls, command, settings)))
     except EnvironmentFailure as failure:
         print(f"error: {failure}", file=sys.stderr, flush=True)

@@ -1,9 +1,10 @@
 """Items: which comes next, how many are in work, and the way of each to the rollout service.
 
-- `Workers` keeps as many items in work as are allowed. Every group that is queued at the service or in
-  work here will be trained on later than it was started. When at most `max_batches_offpolicy` batches
-  are queued or in work, no group is older than that many optimizer steps when it is taken.
-- `Rollouts` turns an item into groups: collect, retry, cut off in time, and note how it was sampled.
+- `Workers` keeps as many items in work as are allowed. Every group that is queued at the service or
+  in work here will be trained on later than it was started. When at most `max_batches_offpolicy`
+  batches are queued or in work, no group is older than that many optimizer steps when it is taken.
+- `Rollouts` turns an item into groups: collect, retry, cut off in time, and note how it was
+  sampled.
 - `Delivery` checks a group, has the teacher score it, keeps it in a file, and posts it.
 """
 

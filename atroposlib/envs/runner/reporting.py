@@ -1,4 +1,5 @@
-"""An environment's reports: metrics to the log, a file and W&B; evaluations to JSON and JSON lines."""
+"""An environment's reports: metrics to the log, a file and W&B; evaluations to JSON and JSON
+lines."""
 
 import importlib
 import logging

@@ -1,4 +1,5 @@
-"""The state of a run and its connections to the servers around it, which all parts of the runner share."""
+"""The state of a run and its connections to the servers around it, which all parts of the runner
+share."""
 
 import asyncio
 import logging

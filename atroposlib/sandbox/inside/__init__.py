@@ -1,3 +1,3 @@
-"""What runs in the sandbox's own processes, with the standard library alone: started by path with
+"""Code of the sandbox's own processes, with the standard library alone: started by path with
 `python -I -S`.
 """

@@ -1,14 +1,16 @@
-"""What a program is withheld: the kernel's interfaces that Python has no name for, the filter of calls,
-and the sandbox's own root.
+"""The isolation of a program: the kernel's interfaces that Python has no name for, the filter of
+calls, and the sandbox's own root.
 
-The filter is a list of what is forbidden, not of what is allowed: a Python that is new, or a library,
-makes calls that nobody listed. What holds a program are the namespaces, its limits and that it has no
-rights; the filter takes away the parts of the kernel that a program of this kind has no use for, which
-is where holes have been found. Without namespaces, more calls are forbidden, and Landlock holds files.
+The filter is a list of what is forbidden, not of what is allowed: a Python that is new, or a
+library, makes calls that nobody listed. What holds a program are the namespaces, its limits and
+that it has no rights; the filter takes away the parts of the kernel that a program of this kind has
+no use for, which is where holes have been found. Without namespaces, more calls are forbidden, and
+Landlock holds files.
 
 The root holds Python's files, read-only, and nothing else of the host.
 
-All of the folder `inside` runs in a process of its own that is started with the standard library alone.
+All of the folder `inside` runs in a process of its own that is started with the standard library
+alone.
 """
 
 import ctypes
@@ -206,8 +208,7 @@ SCOPES_SINCE, SCOPES = 6, 0b11
 
 
 def landlock_rules(version: int, readable: Iterable[str]) -> tuple[int, int, list[tuple[str, int]]]:
-    """What `landlock` is given so that nothing can be read but these paths, and nothing be
-    written.
+    """Arguments of `landlock` under which only these paths can be read, and nothing be written.
 
     Raises:
         OSError: the kernel's Landlock is too old.
@@ -217,7 +218,7 @@ def landlock_rules(version: int, readable: Iterable[str]) -> tuple[int, int, lis
             ENOSYS,
             f"Landlock {NEEDED_LANDLOCK} is needed (Linux 6.2), this kernel has {version or 'none'}",
         )
-    handled = RIGHTS[max(known for known in RIGHTS if known <= version)]
+    handled = RIGHTS[max(since for since in RIGHTS if since <= version)]
     rules = []
     for path in readable:
         # A right to list is refused for what is no folder.
@@ -348,7 +349,7 @@ def prctl(option: int, value: int = 0, more: int = 0) -> None:
 
 
 def bound_capabilities() -> None:
-    """Whatever this process executes from here on, it gains no capability."""
+    """Keep this process from gaining a capability, whatever it executes."""
     number = 0
     while True:
         try:
@@ -389,7 +390,7 @@ def _syscall(name: str, *arguments: object) -> int:
 
 
 def landlock_version() -> int:
-    """Of the interface; 0 where the kernel has none."""
+    """Return the version of the interface; 0 where the kernel has none."""
     return max(
         0,
         int(

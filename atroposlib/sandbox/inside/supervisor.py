@@ -5,8 +5,8 @@ Of a program's processes the first, its watcher, is process 1 of a process-id na
 ends, the kernel ends all the others, whatever they did to get away. Where there are no namespaces
 the watcher inherits the orphans and ends them.
 
-The watcher adds up the memory of the program's processes from `/proc`. The filter refuses memory that
-belongs to no process, see `isolation`. docs/sandbox.md lists the rest, with its bounds.
+The watcher adds up the memory of the program's processes from `/proc`. The filter refuses memory
+that belongs to no process, see `isolation`. docs/sandbox.md lists the rest, with its bounds.
 """
 
 import contextlib
@@ -174,13 +174,13 @@ def bytes_of(status: bytes) -> tuple[int, int] | None:
 
 
 MODES = ("users", "user_namespace", "restricted")
-"""How programs are held, the best first: namespaces made by root, each program with a user id of
+"""Ways to hold programs, the best first: namespaces made by root, each program with a user id of
 its own; namespaces in a user namespace, which ordinary users may make; or without namespaces, by
 Landlock and seccomp."""
 LOOK_SECONDS = 0.01
-"""How often the memory of a program's processes is added up."""
+"""Seconds between two sums of the memory of a program's processes."""
 LOCKS_SECONDS = 1.0
-"""How often file locks are counted. Reading the list stops all processes of the host that lock a
+"""Seconds between two counts of file locks. Reading the list stops all processes of the host that lock a
 file, for a moment."""
 MOST_LOCKS = 1000
 TOP_MESSAGE = 1 << 16
