@@ -23,15 +23,14 @@ from atroposlib.command_line import (
     Seconds,
     parse_options,
 )
-from atroposlib.dashboard.app import PageRoute
+from atroposlib.dashboard.app import PageRoute, RunPage
+from atroposlib.dashboard.auth import SESSION_SECONDS, STATE_FILE, PageAuth
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.live.monitor import LiveSource, Place, observed_folder
 from atroposlib.dashboard.live.servers import ServerWatch
-from atroposlib.dashboard.page import RunPage
 from atroposlib.dashboard.rollouts.archive import MAX_BYTES
 from atroposlib.dashboard.rollouts.recorder import RolloutRecorder
-from atroposlib.dashboard.run_folders.catalogue import LIVE
-from atroposlib.dashboard.web.auth import SESSION_SECONDS, STATE_FILE, PageAuth
+from atroposlib.dashboard.run_folders.runs import LIVE
 from atroposlib.service.app import make_app
 from atroposlib.service.records import Limits
 from atroposlib.service.service import RolloutService

@@ -17,11 +17,10 @@ from pydantic import BaseModel, Field
 
 from atroposlib.cli.run_api import listen
 from atroposlib.command_line import Port, parse_options
-from atroposlib.dashboard.app import make_offline_app
+from atroposlib.dashboard.app import RunPage, make_offline_app
+from atroposlib.dashboard.auth import PageAuth
 from atroposlib.dashboard.live.hub import Hub
-from atroposlib.dashboard.page import RunPage
-from atroposlib.dashboard.run_folders.folder import find_runs
-from atroposlib.dashboard.web.auth import PageAuth
+from atroposlib.dashboard.run_folders.runs import find_runs
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.bounded_protocol import StoppingServer, bounded_protocol

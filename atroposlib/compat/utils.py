@@ -250,18 +250,6 @@ def shared(one: Iterable[int], other: Iterable[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def strip_thinking(response_text: str) -> str:
-    """Remove the first block of reasoning, also one that the prompt opened.
-
-    Without a closed block, nothing changes.
-    """
-    parts = read_reasoning(response_text)
-    if not parts.spans or (not parts.closed and len(parts.spans) == 1):
-        return response_text
-    begin, end = parts.spans[0]
-    return response_text[:begin] + response_text[end:]
-
-
 def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int) -> str:
     """Shorten the first block of reasoning to its end: the last paragraph if that fits, else the
     last tokens, after `... `.

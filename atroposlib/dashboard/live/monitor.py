@@ -29,8 +29,8 @@ from atroposlib.dashboard.live.stack import (
     stack_of,
     without_clocks,
 )
-from atroposlib.dashboard.run_folders.catalogue import LIVE
-from atroposlib.dashboard.run_folders.folder import (
+from atroposlib.dashboard.run_folders.runs import (
+    LIVE,
     OBSERVED,
     RunFiles,
     environment_rows,

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from atroposlib.dashboard.run_folders.folder import read_model
+from atroposlib.dashboard.run_folders.runs import read_model
 from atroposlib.service import metrics
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.schemas import Registration

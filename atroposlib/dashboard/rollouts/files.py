@@ -20,7 +20,7 @@ from atroposlib.dashboard.rollouts.archive import (
     newest_archive,
 )
 from atroposlib.dashboard.rollouts.text import tokenizer_content
-from atroposlib.dashboard.run_folders.folder import MAX_GROUP_BYTES, RunFiles
+from atroposlib.dashboard.run_folders.runs import MAX_GROUP_BYTES, RunFiles
 from atroposlib.utils.jsonl import LineFollower
 
 logger = logging.getLogger(__name__)

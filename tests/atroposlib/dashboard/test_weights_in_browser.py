@@ -13,7 +13,7 @@ import pytest
 
 from tests.atroposlib.dashboard.made_up_run import MadeUpRun
 from tests.atroposlib.dashboard.rollouts.test_rollouts_and_service import rollouts
-from tests.atroposlib.dashboard.web.test_page_of_service import VllmServer
+from tests.atroposlib.dashboard.test_page_of_service import VllmServer
 from tests.atroposlib.service.conftest import Service, environment, trainer
 from tests.headless_browser import LIVE, Visit
 

@@ -17,7 +17,6 @@ from atroposlib.compat.utils import (
     compute_stats,
     ensure_trajectory_token_limit,
     select_best_index,
-    strip_thinking,
     tokenize_for_trainer,
     truncate_thinking,
 )
@@ -230,9 +229,7 @@ def test_tool_calls_are_read_or_refused(
     assert parse_tool_call(text, [{"function": {"name": "f"}}]) == expected
 
 
-def test_thinking_is_stripped_and_shortened_from_the_front() -> None:
-    assert strip_thinking("a<think>b</think>c") == "ac"
-    assert strip_thinking("a<think>b") == "a<think>b"
+def test_thinking_is_shortened_from_the_front() -> None:
     tokenizer = LetterTokenizer()
     long = "<think>first thoughts\n\nlast</think>done"
     assert (
@@ -242,7 +239,6 @@ def test_thinking_is_stripped_and_shortened_from_the_front() -> None:
     assert truncate_thinking(long, tokenizer, 2) == "<think>\n... st\n</think>done"
     assert truncate_thinking("<think> </think>done", tokenizer, 2) == "<think></think>done"
     assert truncate_thinking("no thoughts", tokenizer, 2) == "no thoughts"
-    assert strip_thinking("b</think>c") == "c", "the prompt opened the block"
     assert truncate_thinking(long.removeprefix("<think>"), tokenizer, 6) == "... last\n</think>done"
 
 

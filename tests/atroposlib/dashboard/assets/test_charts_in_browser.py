@@ -14,8 +14,8 @@ import uvicorn
 
 from atroposlib.dashboard.app import make_offline_app
 from atroposlib.dashboard.live.hub import Hub
-from atroposlib.dashboard.page import RunPage
-from atroposlib.dashboard.web.auth import PageAuth
+from atroposlib.dashboard.app import RunPage
+from atroposlib.dashboard.auth import PageAuth
 from tests.headless_browser import Visit
 
 STEPS = 4000

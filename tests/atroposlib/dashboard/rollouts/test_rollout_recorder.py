@@ -20,7 +20,7 @@ from atroposlib.dashboard.rollouts.archive import Archive, NoSuchError
 from atroposlib.dashboard.rollouts.files import GroupFiles, OpenArchives
 from atroposlib.dashboard.rollouts.recorder import Allowance, RolloutRecorder
 from atroposlib.dashboard.rollouts.text import TextOfTokens
-from atroposlib.dashboard.run_folders.folder import RunFiles
+from atroposlib.dashboard.run_folders.runs import RunFiles
 from tests.atroposlib.dashboard.rollouts.test_rollout_archive import body, encoded
 
 STARTER = Path(__file__).resolve().parents[4] / "assets" / "starter_model"

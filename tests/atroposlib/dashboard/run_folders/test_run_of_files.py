@@ -10,13 +10,19 @@ from typing import Any
 
 import pytest
 
-from atroposlib.dashboard.run_folders import catalogue as catalogue_module
-from atroposlib.dashboard.run_folders import run as run_module
-from atroposlib.dashboard.run_folders.catalogue import RunCatalogue, UnknownRunError
+from atroposlib.dashboard.app import weights_json
+from atroposlib.dashboard.run_folders import runs as catalogue_module
+from atroposlib.dashboard.run_folders import runs as run_module
 from atroposlib.dashboard.run_folders.columns import MAX_POINTS
-from atroposlib.dashboard.run_folders.folder import RunFiles, find_runs
-from atroposlib.dashboard.run_folders.run import Change, Run, glance
-from atroposlib.dashboard.web.data_routes import weights_json
+from atroposlib.dashboard.run_folders.runs import (
+    Change,
+    Run,
+    RunCatalogue,
+    RunFiles,
+    UnknownRunError,
+    find_runs,
+    glance,
+)
 
 
 def write(path: Path, *rows: Any) -> Path:

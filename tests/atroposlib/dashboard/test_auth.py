@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.dashboard.web.auth import Sessions, safe_next
+from atroposlib.dashboard.auth import Sessions, safe_next
 from atroposlib.web.middleware import ALL_TRIES, TRIES, Attempts, host_name, is_loopback
 
 
@@ -121,7 +121,7 @@ def test_a_clock_that_jumps_there_and_back_makes_no_cookie_good_again(tmp_path: 
 def test_more_sign_outs_than_are_remembered_end_all_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atroposlib.dashboard.web.auth.MAX_ENDED", 3)
+    monkeypatch.setattr("atroposlib.dashboard.auth.MAX_ENDED", 3)
     clock, file = Clock(), tmp_path / "sessions.json"
     sessions = kept(file, clock)
     cookies = [sessions.begin() for _ in range(4)]

@@ -24,7 +24,7 @@ from atroposlib.dashboard.live import hub as hub_module
 from atroposlib.dashboard.live.hub import MAX_PAGES, Hub
 from atroposlib.web.bounded_protocol import bounded_protocol
 from example_trainer.child_processes.processes import wait_until
-from tests.atroposlib.dashboard.web.test_page_of_service import Events
+from tests.atroposlib.dashboard.test_page_of_service import Events
 from tests.atroposlib.service.conftest import Service, trainer
 
 pytestmark = pytest.mark.nightly

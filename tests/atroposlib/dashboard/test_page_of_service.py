@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.dashboard.app import make_offline_app
+from atroposlib.dashboard.app import RunPage, make_offline_app
+from atroposlib.dashboard.auth import PageAuth
 from atroposlib.dashboard.live.hub import Hub
-from atroposlib.dashboard.page import RunPage
-from atroposlib.dashboard.web.auth import PageAuth
 from tests.atroposlib.dashboard.inference_server import BRIDGE, answers_at
 from tests.atroposlib.service.conftest import Service, group, trainer
 from tests.http_server import HttpServer
