@@ -104,7 +104,7 @@ READ_ONLY_PATHS = frozenset(
 as a change."""
 PAGE = "/ui"
 """The page checks its own requests: it has a sign-in, and links that a browser follows
-(dashboard/web/auth.py)."""
+(dashboard/auth.py)."""
 SAFE_METHODS = ("GET", "HEAD")
 """Methods that a browser also uses when its user follows a link."""
 SCRIPT_MODES = ("cors", "same-origin", "websocket")
