@@ -1,0 +1,53 @@
+"""The table of architectures in docs/models.md, from the table of families.
+
+python -m tests.vllm_patching.weights.documented_families     prints the table
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.geometries import geometry_of
+from vllm_patching.weights.families import FAMILIES, PROJECTIONS, Family, adapted_projections
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
+START, END = "<!-- architectures -->", "<!-- end of architectures -->"
+HEAD = (
+    "architecture",
+    "tier",
+    "`--deterministic`",
+    "`--single-copy` on several GPUs",
+    "adapters on",
+)
+
+
+def row(family: Family) -> list[str]:
+    """Return the cells of one family."""
+    geometry = geometry_of(family.architecture.removesuffix("ForCausalLM"), 1, 8, 6, 4, 2, 2, 10)
+    names = adapted_projections(geometry, PROJECTIONS)
+    adapters = "all seven projections"
+    if names != PROJECTIONS:
+        adapters = ", ".join(f"`{name}`" for name in names)
+    return [
+        f"`{family.architecture}`",
+        "1",
+        "no" if family.no_determinism else "yes",
+        "no" if family.joint_qk_norm else "yes",
+        adapters,
+    ]
+
+
+def families_table() -> str:
+    """One row for each family, and one for all other architectures."""
+    rows = [list(HEAD), ["---"] * len(HEAD), *map(row, FAMILIES.values())]
+    rows.append(["any other that transformers has", "2", "no", "no", "none"])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def written_table() -> str:
+    """Return the table that the page has."""
+    return PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0].strip()
+
+
+if __name__ == "__main__":
+    print(families_table())
