@@ -92,10 +92,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, 151936, tied=True),
     "qwen2.5-14b": _qwen2(5120, 13824, 48, 40),
     "qwen2.5-72b": _qwen2(8192, 29568, 80, 64),
+    "phi4-8l": _qwen2(5120, 17920, 8, 40, 10, 100352)
+    | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_theta": 25e4},
+    "glm4-9b-8l": _qwen3(4096, 13696, 8, 32, 2, vocab=151552, tied=False)
+    | {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True}
+    | {"partial_rotary_factor": 0.5, "rope_theta": 1e4},
     "100mb": _qwen3(512, 1536, 5, 8, 4, 64, 16384) | {"torch_dtype": "float32"},
     "tiny": _qwen3(128, 192, 2, 2, 2, 64, 1024) | {"torch_dtype": "float32"},
 }
-"""The contents of config.json. The sizes are the published ones."""
+"""The contents of config.json. The sizes are the published ones, but `8l` has 8 layers."""
 
 
 def write_model_folder(folder: Path, shape: str) -> Path:
