@@ -70,10 +70,13 @@ class TransformersGeometry(Geometry):
     Attributes:
         folder: of its checkpoint.
         tensors: see Geometry.listed.
+        largest_layer, all_layers: elements of their parameters.
     """
 
     folder: str = ""
     tensors: tuple[ModuleTensor, ...] = field(default=(), compare=False, repr=False)
+    largest_layer: int = 0
+    all_layers: int = 0
 
     def listed(self) -> Iterator[Parameter]:
         """See Geometry.listed."""
@@ -109,6 +112,7 @@ def transformers_geometry(folder: Path) -> TransformersGeometry:
         )
     heads = _size(config, "num_attention_heads", 1)
     hidden = int(embedding.weight.shape[1])
+    layers = layers_of(model.get_decoder())
     return TransformersGeometry(
         architecture=type(model).__name__,
         vocab_size=min(len(embedding.weight), len(head.weight)),
@@ -124,6 +128,8 @@ def transformers_geometry(folder: Path) -> TransformersGeometry:
         tie_word_embeddings=head.weight is embedding.weight,
         folder=str(folder),
         tensors=tuple(_tensors(model, folder)),
+        largest_layer=max(map(_elements, layers), default=0),
+        all_layers=_elements(layers),
         media_tokens=frozenset(
             token
             for key in _MEDIA_TOKENS
@@ -213,6 +219,16 @@ def text_parameters(model: PreTrainedModel) -> set[str]:
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     used = {id(parameter) for part in parts for parameter in part.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in used}
+
+
+def layers_of(decoder: nn.Module) -> nn.ModuleList:
+    """Return the layers of a model: the list of modules with the most parameters."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=_elements, default=nn.ModuleList())
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _tensors(model: PreTrainedModel, folder: Path) -> Iterator[ModuleTensor]:

@@ -32,6 +32,7 @@ from example_trainer.models.split import Split
 from example_trainer.models.transformers_layout import (
     TransformersGeometry,
     empty_model,
+    layers_of,
     module_tensors,
     text_parameters,
 )
@@ -81,7 +82,7 @@ class _Parts:
     """
 
     def __init__(self, whole: PreTrainedModel) -> None:
-        self.base, self.layers = whole.base_model, _layers(whole.get_decoder())
+        self.base, self.layers = whole.base_model, layers_of(whole.get_decoder())
         self.embedding, self.head = whole.get_input_embeddings(), whole.get_output_embeddings()
         self.text = text_parameters(whole)
         arguments = inspect.signature(self.base.forward).parameters
@@ -110,16 +111,6 @@ class _Parts:
             logits = self.logits(product)
         factor = float(logits[0, -1] / product[0, -1])
         return factor if torch.allclose(logits, product * factor) else None
-
-
-def _layers(decoder: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model: the list of modules with the most parameters."""
-    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-
-    def elements(layers: nn.ModuleList) -> int:
-        return sum(parameter.numel() for parameter in layers.parameters())
-
-    return list(max(lists, key=elements, default=()))
 
 
 class TransformersModel(Decoder):
@@ -273,6 +264,11 @@ class TransformersModel(Decoder):
         return values[0]
 
     def prepare(self) -> None:
+        """Choose how several sequences are forwarded, and log it; see choose_way."""
+        self.choose_way()
+        self._report_way()
+
+    def choose_way(self) -> None:
         """Choose how several sequences are forwarded: packed, if transformers keeps them apart.
 
         It shows that with the gradient of a sequence's hidden states, which reaches that sequence
@@ -297,7 +293,6 @@ class TransformersModel(Decoder):
                         "them: it does not continue text; use another model"
                     )
                 if not bool(reached[: _SHOWN[0]].any()):
-                    self._report_way(attention)
                     return
         raise ModelError(
             f"transformers' {self.geometry.architecture} cannot forward two sequences: {reason}"
@@ -313,7 +308,8 @@ class TransformersModel(Decoder):
             names.insert(0, "flash_attention_2")
         return names
 
-    def _report_way(self, attention: str) -> None:
+    def _report_way(self) -> None:
+        attention = self.parts.base.config._attn_implementation
         how = f"sequences are packed, attention is {attention}"
         if self.way == "one per row":
             how = (

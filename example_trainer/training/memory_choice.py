@@ -18,10 +18,12 @@ import torch
 
 from example_trainer.batch.reader import CPU_TOKENS_PER_MICROBATCH
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import ConfigError
+from example_trainer.errors import ConfigError, ModelError
 from example_trainer.models.head import default_chunk
 from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
 from example_trainer.models.ops import choose_table
+from example_trainer.models.transformers_activations import Activations, measure_activations
+from example_trainer.models.transformers_layout import TransformersGeometry
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.memory_plan import (
     FLOAT32,
@@ -502,7 +504,23 @@ def memory_request(
         lora=(config.lora_r, tuple(config.lora_target_modules)) if lora else None,
         world_size=_ranks("WORLD_SIZE"),
         workspace=GPU_WORKSPACE if device.type == "cuda" else CPU_WORKSPACE,
+        activations=_measured(geometry, dtype, device),
     )
+
+
+def _measured(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Activations | None:
+    """Measure the activations of a model of transformers; None for a decoder of ours."""
+    if not isinstance(geometry, TransformersGeometry):
+        return None
+    try:
+        return measure_activations(geometry, dtype, device)
+    except (LookupError, ModelError, RuntimeError, TypeError, ValueError) as error:
+        logger.warning(
+            "The activations of %s cannot be measured (%s): they are planned as a dense decoder's",
+            geometry.architecture,
+            " ".join(str(error).split()),
+        )
+        return None
 
 
 def _ranks(variable: str) -> int:

@@ -20,6 +20,8 @@ import torch
 
 from example_trainer.batch.packing import SEEN_PER_TOKEN
 from example_trainer.errors import TrainerError
+from example_trainer.models.transformers_activations import Activations
+from example_trainer.models.transformers_layout import TransformersGeometry
 from example_trainer.training.optimizer import BUCKET_ELEMENTS, SLOTS, free_host_memory
 from example_trainer.training.quantised import QUANTISED_BLOCK, can_be_quantised
 from example_trainer.weight_bridge.stream import buffer_bytes
@@ -81,6 +83,8 @@ class MemoryRequest:
         lora: rank and projections of the adapters; None trains every parameter.
         world_size: ranks over which parameters, masters, moments and gradients are divided.
         workspace: bytes for what cannot be counted.
+        activations: of a model of transformers; where they are not measured, they are counted as if
+            it were a decoder of ours.
     """
 
     geometry: Geometry
@@ -100,6 +104,7 @@ class MemoryRequest:
     lora: tuple[int, tuple[str, ...]] | None = None
     world_size: int = 1
     workspace: int = 0
+    activations: Activations | None = None
 
     @property
     def sharded(self) -> bool:
@@ -152,7 +157,7 @@ class MemoryRequest:
         """Trained elements of the whole model."""
         if self.lora:
             return lora_parameter_count(self.geometry, *self.lora)
-        return parameter_count(self.geometry)
+        return _count(one for one in parameters(self.geometry).values() if not one.frozen)
 
     @property
     def quantised(self) -> int:
@@ -194,6 +199,8 @@ def quantised_count(geometry: Geometry, spread: bool) -> int:
 @functools.lru_cache
 def layer_parameter_count(geometry: Geometry) -> int:
     """Elements of one layer's parameters: one unit of FSDP2."""
+    if isinstance(geometry, TransformersGeometry):
+        return geometry.largest_layer
     return _count(
         parameter
         for name, parameter in parameters(geometry).items()
@@ -206,6 +213,8 @@ def root_parameter_count(geometry: Geometry) -> int:
     """Elements of what is outside of the layers: embedding, last norm, and the output matrix unless
     it is tied.
     """
+    if isinstance(geometry, TransformersGeometry):
+        return parameter_count(geometry) - geometry.all_layers
     return _count(
         parameter
         for name, parameter in parameters(geometry).items()
@@ -318,6 +327,9 @@ def kept_activation_bytes(request: MemoryRequest) -> int:
     keeps, and the rows that the logits are made of.
     """
     g, s = request.local, request.dtype.itemsize
+    if request.activations is not None:
+        inputs, recomputed = s * g.hidden_size, request.gradient_checkpointing
+        return request.activations.kept(request.tokens, inputs, recomputed)
     layer, norm = _layer_bytes(request), s
     if request.gradient_checkpointing:
         layer = 2 * s * g.hidden_size
@@ -336,6 +348,11 @@ def backward_activation_bytes(request: MemoryRequest) -> int:
     copies; what they take has gone with the MLP's activations by then.)
     """
     g, s = request.local, request.dtype.itemsize
+    if request.activations is not None:
+        # A layer's activations, if they are computed again, and as many gradients of them.
+        again = 1 + request.gradient_checkpointing
+        largest = request.activations.largest(request.tokens)
+        return kept_activation_bytes(request) + again * largest
     layer = _layer_bytes(request)
     kept = g.num_layers * layer
     if request.gradient_checkpointing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from example_trainer.errors import ConfigError
 from example_trainer.models.transformers_model import TransformersModel
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
+from example_trainer.training import memory_choice
 from example_trainer.training.checkpoints import Checkpoints, load_state
+from example_trainer.training.memory_choice import memory_request
+from example_trainer.training.memory_plan import plan_memory
 from example_trainer.training.model import (
     decoder_maker,
     fitted_to_model,
@@ -25,6 +29,7 @@ from example_trainer.training.model import (
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
 from example_trainer.training.runs import Run, SavedStep
 from example_trainer.training.step import BatchGradients, make_objective
+from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.models.transformers_cases import CONFIGS, checkpoint
 from tests.example_trainer.training.test_step import make_groups, packed
 
@@ -152,3 +157,29 @@ def test_a_parameter_without_a_gradient_keeps_its_weights() -> None:
     optimizer.step()
     for key, tensor in optimizer.masters.items():
         assert torch.equal(tensor, before[key]) == (key == without), key
+
+
+def test_the_memory_plan_counts_trained_tensors_and_measured_activations() -> None:
+    options = config("Qwen2_5_VL")
+    request = memory_request(options, NoBridge(), torch.float32, CPU)
+    model, optimizer = loaded(options)
+    assert request.trained == sum(tensor.numel() for tensor in optimizer.masters.values())
+    assert request.trained < sum(tensor.numel() for tensor in model.parameters())
+    assert request.activations is not None
+    recomputed = replace(request, gradient_checkpointing=True)
+    longer = replace(request, tokens_per_microbatch=2 * request.tokens)
+    totals = [plan_memory(one).total for one in (recomputed, request, longer)]
+    assert totals == sorted(set(totals))
+
+
+def test_activations_that_cannot_be_measured_are_planned_by_sizes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("index 2 is out of range")
+
+    monkeypatch.setattr(memory_choice, "measure_activations", fail)
+    request = memory_request(config(), NoBridge(), torch.float32, CPU)
+    assert request.activations is None
+    assert "cannot be measured (index 2 is out of range)" in caplog.text
+    assert plan_memory(request).total > 0
