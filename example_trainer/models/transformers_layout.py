@@ -53,14 +53,21 @@ class ModuleTensor(Parameter):
 
     Attributes:
         whole_shape: its shape.
+        share: of its elements, how many each token is multiplied with in the layers.
     """
 
     whole_shape: tuple[int, ...] = ()
+    share: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See Parameter.shape."""
         return self.whole_shape
+
+    @property
+    def multiplied(self) -> int:
+        """See Parameter.multiplied."""
+        return int(self.size * self.share)
 
 
 @dataclass(frozen=True)
@@ -249,7 +256,7 @@ def _tensors(model: PreTrainedModel, folder: Path) -> Iterator[ModuleTensor]:
             )
         place = tensor.storage_offset(), tensor.stride()
         parts[owner].append(StridedPart(name, 0, tuple(tensor.shape), "whole", *place))
-    wide = _stored_wide(folder)
+    wide, shares = _stored_wide(folder), _multiplied_shares(model)
     for name, tensor in tensors.items():
         held = sum(math.prod(part.shape) for part in parts[name])
         if held != tensor.numel():
@@ -261,9 +268,29 @@ def _tensors(model: PreTrainedModel, folder: Path) -> Iterator[ModuleTensor]:
             name,
             tuple(parts[name]),
             whole_shape=tuple(tensor.shape),
+            share=shares.get(name, 0.0),
             float32=any(part.name in wide for part in parts[name]),
             frozen=name not in text,
         )
+
+
+def _multiplied_shares(model: PreTrainedModel) -> dict[str, float]:
+    """Return for each matrix of the layers the share that a token is multiplied with: the experts
+    that it goes to, among all of them.
+    """
+    config = model.config.get_text_config()
+    experts = _first_size(config, "num_experts", "num_local_experts", "n_routed_experts")
+    chosen = _first_size(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
+    inside = {id(one) for one in layers_of(model.get_decoder()).parameters() if one.dim() > 1}
+    return {
+        name: chosen / experts if parameter.dim() == 3 and len(parameter) == experts else 1.0
+        for name, parameter in model.named_parameters()
+        if id(parameter) in inside
+    }
+
+
+def _first_size(config: Any, *keys: str) -> int:
+    return next((size for key in keys if (size := _size(config, key, 0))), 1)
 
 
 def _stored_wide(folder: Path) -> set[str]:

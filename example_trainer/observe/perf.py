@@ -66,7 +66,7 @@ def peak_rate(device_name: str, dtype: torch.dtype) -> float | None:
 
 def matrix_elements(geometry: Geometry) -> int:
     """Elements of the matrices that every forwarded token is multiplied with: those of the layers."""
-    return sum(p.size for p in parameters(geometry).values() if p.adapted)
+    return sum(p.multiplied for p in parameters(geometry).values())
 
 
 def step_flops(

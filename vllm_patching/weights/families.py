@@ -636,6 +636,11 @@ class Parameter:
     frozen: bool = False
 
     @property
+    def multiplied(self) -> int:
+        """Elements that each token is multiplied with in the layers."""
+        return self.size * self.adapted
+
+    @property
     def tensors(self) -> tuple[Part, ...]:
         """The checkpoint tensors, one below the other: the parts, but a fused tensor as a whole."""
         joined: dict[str, Part] = {}

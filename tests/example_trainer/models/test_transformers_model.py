@@ -16,6 +16,7 @@ from example_trainer.models import load_model, save_model
 from example_trainer.models.hf_checkpoint import SINGLE_FILE, read_geometry
 from example_trainer.models.packing import Packing
 from example_trainer.models.transformers_model import TransformersModel, checkpoint_tensors
+from example_trainer.observe.perf import matrix_elements
 from tests.example_trainer.models.transformers_cases import CONFIGS, checkpoint
 
 LENGTHS = (9, 1, 17, 3)
@@ -204,6 +205,13 @@ def test_tensors_that_transformers_ignores_are_left_out(tmp_path: Path) -> None:
     save_file(tensors | {"mtp.fc.weight": torch.zeros(2)}, folder / SINGLE_FILE)
     assert r"^mtp.*" in read_geometry(folder)[0].ignored
     load_model(str(folder), torch.float32)
+
+
+def test_a_token_is_multiplied_with_the_experts_that_it_goes_to() -> None:
+    geometry = read_geometry(checkpoint("Mixtral"))[0]
+    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
+    router, expert = 4 * 32, 3 * 32 * 48
+    assert matrix_elements(geometry) == 2 * (attention + router + 2 * expert)
 
 
 def test_spans_that_share_prefixes_are_refused() -> None:
