@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
 from atroposlib.command_line import parse_options
-from atroposlib.envs.runner.reporting import write_json, write_json_lines
+from atroposlib.envs.runner.reporting import write_evaluation
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.utils import metrics as statistics
 from atroposlib.utils.metrics import display_metrics_table
@@ -63,8 +63,8 @@ def evaluate_log(
         },
         "results": {f"atropos|{task_name}|0": metrics, "all": metrics},
     }
-    write_json(Path(eval_dir) / "metrics.json", record)
-    write_json_lines(Path(eval_dir) / "samples.jsonl", samples)
+    folder = Path(eval_dir)
+    write_evaluation(folder / "metrics.json", record, folder / "samples.jsonl", samples)
 
 
 class EvalBase(ABC):

@@ -24,7 +24,7 @@ import re
 import threading
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -52,6 +52,8 @@ REMEDY: Mapping[str, str] = {
     "not_text": "have it return text, or something that JSON can hold",
     "cut": "have it return less, or raise --env.max_tool_output",
 }
+Outcome = tuple[str, BaseException | None]
+"""Text of a tool's result, and the exception that it raised, if any."""
 ENDED = "ended_rollout"
 """Counter of calls whose tool ended the rollout. They are not among these problems, since no answer
 follows."""
@@ -239,7 +241,7 @@ class Toolbox:
         run = self._in_thread
         if tool.is_async:
             run = self._in_loop
-        outcome = await run(tool, tool.bound(arguments, context))
+        outcome = await self._within_time(run(tool, tool.bound(arguments, context)))
         if outcome is None:
             self._refuse(call, "timeout", f"no answer within {self.seconds:g} seconds")
             return None
@@ -259,16 +261,9 @@ class Toolbox:
             call.answer = value
         return error
 
-    async def _in_loop(
-        self, tool: Tool, function: Callable[[], Any]
-    ) -> tuple[str, BaseException | None] | None:
-        async def whole() -> tuple[str, BaseException | None]:
-            try:
-                return as_text(await function()), None
-            except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a tool raises is its answer)
-                return "", error
-
-        task = asyncio.create_task(whole())
+    async def _within_time(self, call: Coroutine[Any, Any, Outcome]) -> Outcome | None:
+        """Return the outcome of a call; None if there is none within `seconds`."""
+        task = asyncio.create_task(call)
         try:
             await asyncio.wait({task}, timeout=self.seconds)
             if task.cancelled():
@@ -280,9 +275,13 @@ class Toolbox:
             # not waited for: code that swallows its cancellation must not hold up the conversation
             task.cancel()
 
-    async def _in_thread(
-        self, tool: Tool, function: Callable[[], Any]
-    ) -> tuple[str, BaseException | None] | None:
+    async def _in_loop(self, tool: Tool, function: Callable[[], Any]) -> Outcome:
+        try:
+            return as_text(await function()), None
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a tool raises is its answer)
+            return "", error
+
+    async def _in_thread(self, tool: Tool, function: Callable[[], Any]) -> Outcome:
         """In a daemon thread of its own: one that hangs neither takes a place in a pool nor keeps
         the process from ending.
         """
@@ -292,9 +291,9 @@ class Toolbox:
                 "what it waits for a deadline, or make it async"
             )
         loop, inherited = asyncio.get_running_loop(), contextvars.copy_context()
-        finished: asyncio.Future[tuple[str, BaseException | None]] = loop.create_future()
+        finished: asyncio.Future[Outcome] = loop.create_future()
 
-        def settle(outcome: tuple[str, BaseException | None]) -> None:
+        def settle(outcome: Outcome) -> None:
             if finished.done():
                 self._hanging -= 1
             else:
@@ -302,10 +301,7 @@ class Toolbox:
 
         def work() -> None:
             try:
-                outcome: tuple[str, BaseException | None] = (
-                    inherited.run(lambda: as_text(function())),
-                    None,
-                )
+                outcome: Outcome = (inherited.run(lambda: as_text(function())), None)
             except BaseException as error:  # noqa: BLE001 (whatever a tool raises is its answer)
                 outcome = "", error
             with suppress(RuntimeError):  # the loop has ended meanwhile: nobody waits
@@ -313,14 +309,9 @@ class Toolbox:
 
         threading.Thread(target=work, name=f"tool {tool.name}", daemon=True).start()
         try:
-            await asyncio.wait({finished}, timeout=self.seconds)
-            if not finished.done():
-                return None
-            return finished.result()
+            return await finished
         finally:
-            if not finished.done():
-                finished.cancel()
-                self._hanging += 1
+            self._hanging += finished.cancelled()
 
     @staticmethod
     def _refuse(call: Call, problem: Problem, why: str) -> None:

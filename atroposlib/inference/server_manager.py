@@ -296,14 +296,10 @@ class ServerManager(InferenceCalls):
         if isinstance(configs, list) and not configs:
             raise UsageError("no inference server is configured: pass --openai.base_url")
         template = configs[0] if isinstance(configs, list) else configs
-        if slurm:
-            configs = [at_url(template, url) for url in slurm_urls()]
-        elif not isinstance(configs, list):
-            urls = (
-                slurm_urls()
-                if "SLURM_JOB_NODELIST" in os.environ
-                else [f"http://localhost:{p}/v1" for p in LOCAL_PORTS]
-            )
+        if slurm or not isinstance(configs, list):
+            urls = [f"http://localhost:{port}/v1" for port in LOCAL_PORTS]
+            if slurm or "SLURM_JOB_NODELIST" in os.environ:
+                urls = slurm_urls()
             configs = [at_url(template, url) for url in urls]
         self._own_class = None if inspect.isabstract(server_class) else server_class
         self.servers = [self._client(one) for config in configs for one in each_address(config)]

@@ -217,7 +217,9 @@ class LocalSandbox:
                 async with asyncio.timeout(limits.seconds + GRACE_SECONDS):
                     message = await loop.sock_recv(status, CHUNK)
             except TimeoutError:
-                await self._give_up(keeper)
+                # Another program may have replaced the keeper before.
+                if keeper is not None:
+                    await asyncio.to_thread(kill_all, keeper)
                 raise SandboxBroken(
                     f"its end was not reported within {GRACE_SECONDS:g} s after its deadline of {limits.seconds:g} s: the "
                     "sandbox's keeper, or the program's watcher, has stopped; both were killed, and a new keeper is started"
@@ -269,11 +271,6 @@ class LocalSandbox:
             control.close()
         if keeper is not None:
             await asyncio.to_thread(await_end, keeper)
-
-    async def _give_up(self, keeper: subprocess.Popen[bytes] | None) -> None:
-        """Kill a keeper that has stopped. Another program may have replaced it before."""
-        if keeper is not None:
-            await asyncio.to_thread(kill_all, keeper)
 
 
 def file_of(data: bytes) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from atroposlib.compat.jsonl2html import generate_html
 from atroposlib.dashboard.live.monitor import ObservedFolder
 from atroposlib.dashboard.rollouts.recorder import RolloutRecorder
 from atroposlib.envs.graded import Curriculum
-from atroposlib.envs.runner.reporting import write_json, write_json_lines
+from atroposlib.envs.runner.reporting import write_evaluation
 from atroposlib.errors import EnvironmentFailure
 from atroposlib.utils.jsonl import JsonLinesWriter
 from tests.atroposlib.dashboard.rollouts.test_rollout_archive import body
@@ -43,11 +44,11 @@ def page_of_groups(folder: Path, text: str) -> None:
 
 
 WRITERS: dict[str, Callable[[Path, str], None]] = {
-    "an evaluation's metrics": lambda folder, text: write_json(
-        folder / "metrics.json", {"text": text}
+    "an evaluation's metrics": lambda folder, text: write_evaluation(
+        folder / "metrics.json", {"text": text}, folder / "none.jsonl", None
     ),
-    "an evaluation's samples": lambda folder, text: write_json_lines(
-        folder / "samples.jsonl", [{"text": text}] * 3
+    "an evaluation's samples": lambda folder, text: write_evaluation(
+        Path(os.devnull), {}, folder / "samples.jsonl", [{"text": text}] * 3
     ),
     "an environment's state": env_state,
     "a page of groups": page_of_groups,

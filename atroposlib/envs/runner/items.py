@@ -424,7 +424,11 @@ class Delivery:
                 group["messages"] = [[{"role": "user", "content": text}] for text in texts]
             await self.author.add_rollouts_for_wandb(group, item)
             if self.state.jsonl_writer is not None:
-                self._keep(group, needed=not post)
+                # Unless the file is all that is wanted, the group waits for space on a full disk.
+                write = self.state.jsonl_writer.write
+                if post:
+                    write = self.state.jsonl_writer.write_later
+                write(group)
             accepted.append(group)
         if refused is not None and not accepted:
             raise refused
@@ -434,17 +438,6 @@ class Delivery:
                 groups = accepted[0]
             await self.author._send_scored_data_to_api(groups)
         return len(accepted)
-
-    def _keep(self, group: Any, needed: bool) -> None:
-        """Write a group to the groups file.
-
-        Unless the file is all that is wanted, the group waits for space on a full disk.
-        """
-        assert self.state.jsonl_writer is not None
-        if needed:
-            self.state.jsonl_writer.write(group)
-        else:
-            self.state.jsonl_writer.write_later(group)
 
     def reason_to_drop(self, group: Mapping[str, Any], abort_when_too_long: bool) -> str | None:
         overrides = group.get("group_overrides") or {}

@@ -239,12 +239,11 @@ class Reports:
         """
         if self.state.config.data_dir_to_save_evals is not None:
             folder = Path(self.state.config.data_dir_to_save_evals)
-            write_json(folder / "metrics.json", record)
-            write_json_lines(folder / "samples.jsonl", samples)
+            write_evaluation(folder / "metrics.json", record, folder / "samples.jsonl", samples)
         if self.state.config.eval_output is not None:
             output = Path(self.state.config.eval_output)
-            write_json(output, {"step": self.state.curr_step} | metrics)
-            write_json_lines(samples_path(output), samples)
+            beside = output.with_name(f"{output.stem}.samples.jsonl")
+            write_evaluation(output, {"step": self.state.curr_step} | metrics, beside, samples)
 
     async def _post_evaluation(self, name: str, metrics: Mapping[str, Any]) -> None:
         """Tell the rollout service what was measured, if the environment is registered there. That
@@ -307,11 +306,6 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return dict(list(taken.items())[:MAX_METRICS])
 
 
-def samples_path(output: Path) -> Path:
-    """`result.json` -> `result.samples.jsonl`."""
-    return output.with_name(f"{output.stem}.samples.jsonl")
-
-
 def _number_of(value: Any) -> float | None:
     """A metric as the rollout service takes it; None for all else."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -325,17 +319,16 @@ def _number_of(value: Any) -> float | None:
     return None
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Replace the file by this content, or leave it as it is."""
+def write_evaluation(
+    path: Path, content: Any, samples_path: Path, samples: list[dict[str, Any]] | None
+) -> None:
+    """Replace the file of an evaluation's metrics, and that of its samples if there are any.
+
+    Raises:
+        EnvironmentFailure: one of them cannot be written; the earlier one is kept.
+    """
     replace_file(path, encode_repaired(content, indent=True) + b"\n")
     logger.info("wrote %s", path)
-
-
-def write_json_lines(path: Path, rows: list[dict[str, Any]] | None) -> None:
-    """Replace the file's content by these rows, or leave it as it is; nothing is written when there
-    are none.
-    """
-    if not rows:
-        return
-    replace_file(path, b"".join(encode_repaired(row) + b"\n" for row in rows))
-    logger.info("wrote %d samples to %s", len(rows), path)
+    if samples:
+        replace_file(samples_path, b"".join(encode_repaired(row) + b"\n" for row in samples))
+        logger.info("wrote %d samples to %s", len(samples), samples_path)

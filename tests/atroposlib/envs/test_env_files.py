@@ -3,6 +3,7 @@ written.
 """
 
 import asyncio
+import os
 import resource
 import signal
 import sys
@@ -12,10 +13,18 @@ from typing import Any
 import orjson
 import pytest
 
-from atroposlib.envs.runner.reporting import numbers_of, write_json, write_json_lines
+from atroposlib.envs.runner.reporting import numbers_of, write_evaluation
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.utils.jsonl import JsonLinesWriter
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response, run
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_evaluation(path, content, Path(os.devnull), None)
+
+
+def write_json_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    write_evaluation(Path(os.devnull), {}, path, rows)
 
 
 def test_groups_are_kept_in_the_file_that_is_named(tmp_path: Path) -> None:
