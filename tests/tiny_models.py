@@ -61,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "fullatt_block_indexes": [1],
         },
     },
+    "Falcon": DENSE | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "Mamba2": {
         "vocab_size": 97,
         "hidden_size": 64,

@@ -785,6 +785,7 @@ class FleetUpdates:
         """Begin an update: of all servers, or only of servers that can be brought in."""
         self._version, self._everyone, self._phase = version, everyone, ""
         self._done: dict[str, dict[str, Any]] = {}
+        self._reloaded: dict[str, list[str]] = {}
         self._again: set[str] = set()
         self._alone: set[str] = set()
         self._late: set[str] = set()
@@ -987,6 +988,7 @@ class FleetUpdates:
             watch,
         )
         verified = time.perf_counter() - begun
+        self._compare_reloads(group.layout, answers)
         self._checksum = self._checksum or checksums[0]
         with self._keeper.lock:
             for url, answer in answers.ok.items():
@@ -1006,6 +1008,21 @@ class FleetUpdates:
             failures = {url: _failure(url, error) for url, error in answers.failed.items()}
             once_more = f"the update to version {version} is made once more"
             self._go_on(failures, failures, once_more, anew=True)
+
+    def _compare_reloads(self, layout: str, answers: Answers[dict[str, Any]]) -> None:
+        """Count a server as failed if vLLM has made other parameters of the same weights."""
+        reloaded = [answer.get("parameters", []) for answer in answers.ok.values()]
+        if not reloaded:
+            return
+        first = self._reloaded.setdefault(layout, max(reloaded, key=reloaded.count))
+        for url, answer in list(answers.ok.items()):
+            if answer.get("parameters", []) != first:
+                del answers.ok[url]
+                answers.failed[url] = BridgeError(
+                    f"{url} has reloaded version {self._version} to parameters with the checksums "
+                    f"{answer.get('parameters')}, and others to {first}: start all with the same "
+                    "vLLM and options"
+                )
 
     def _all(self, calls: Mapping[str, Callable[[], Any]], watch: Watch, what: str) -> None:
         answers = self._ask(calls, watch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,3 +29,28 @@ def watch_processing(around: Watch) -> None:
             return process(model, model_config, *rest, **options)
 
     module.process_weights_after_loading = watched  # type: ignore[attr-defined]
+
+
+def reloader(model: Any, model_config: Any) -> Callable[[Mapping[str, Any]], None]:
+    """Return what loads a checkpoint's tensors into a model that vLLM has loaded and processed.
+
+    It is vLLM's own reload, which keeps the memory of every parameter. Call while vLLM loads the
+    model.
+
+    Args:
+        model_config: vLLM's.
+    """
+    reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+    config = importlib.import_module("vllm.config")
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
+        if not hasattr(reload, name):
+            raise UnsupportedVllm(seam_missing(f"{reload.__name__}.{name}"))
+    vllm_config = config.get_current_vllm_config()
+
+    def load(tensors: Mapping[str, Any]) -> None:
+        with config.set_current_vllm_config(vllm_config):
+            reload.initialize_layerwise_reload(model)
+            model.load_weights(iter(tensors.items()))
+            reload.finalize_layerwise_reload(model, model_config)
+
+    return load

@@ -223,11 +223,13 @@ class Check(RankAnswer):
     Attributes:
         not_finite: the first parameter that holds NaN or infinity; empty if there is none.
         late: why the weights were not checked in time.
+        parameters: checksum of all parameters, if vLLM has reloaded them from the weights.
     """
 
     checksum: str
     not_finite: str
     late: NotRequired[str]
+    parameters: NotRequired[str]
 
 
 class CacheAnswer(RankAnswer):
@@ -386,6 +388,7 @@ def compare(
     Raises:
         BridgeRefusal: names the rank and both checksums, or the parameter.
     """
+    reloaded: dict[int, str] = {}
     for answer in answers:
         rank, who = answer["tp_rank"], rank_name(answer)
         if answer.get("late"):
@@ -399,6 +402,13 @@ def compare(
             raise BridgeRefusal(
                 502,
                 f"{who} {what} checksum {answer['checksum']} of version {version}, the trainer's is {expected[rank]}",
+            )
+        parameters = answer.get("parameters", "")
+        if reloaded.setdefault(rank, parameters) != parameters:
+            raise BridgeRefusal(
+                502,
+                f"{who} has reloaded version {version} to other parameters ({parameters}) than the "
+                f"same rank of replica 0 ({reloaded[rank]})",
             )
 
 

@@ -871,6 +871,9 @@ class BridgeController:
                     )
                 self._clock.reach("committed")
                 compare(arrived, checksums, version, "holds after the commit")
+                self.state.parameters = [
+                    answer.get("parameters", "") for answer in arrived if not answer.get("replica")
+                ]
                 self._clock.reach("verified")
                 return await self._serve(epoch, version, checksums, resumed_at)
             except BridgeRefusal as refusal:

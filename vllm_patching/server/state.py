@@ -298,6 +298,8 @@ class BridgeState:
         transfer: how a broadcast arrives: `direct` (into the live weights, paused) or `overlapped`
             (beside them, then copied); empty for a single copy.
         checksums: per rank, of the weights that the server serves.
+        parameters: per rank, of all parameters that vLLM has reloaded from these weights; empty
+            where the weights are the parameters.
         weight_epoch: of the weights that the server serves: the life of the trainer that made them
             (Unix milliseconds of its start); 0 for the checkpoint's.
         last_error: why the last update failed; empty after one that succeeded.
@@ -321,6 +323,7 @@ class BridgeState:
     mode: str = ""
     transfer: str = ""
     checksums: list[str] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
     weight_epoch: int = 0
     last_error: str = ""
     quarantine: str = ""
@@ -515,6 +518,7 @@ class BridgeState:
             "mode": self.mode,
             "transfer": self.transfer,
             "checksums": list(self.checksums),
+            "parameters": list(self.parameters),
             "updates": self.updates,
             "failures": self.failures,
             "last_update": dict(self.last_update),

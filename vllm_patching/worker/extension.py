@@ -60,13 +60,14 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
                 handles = export_to_shared_memory(parameters, f"tp{rank}")
         logger.info("[vLLM Patch] ✓ Exported %d params", len(manifest.entries))
         self.lockstep_open(manifest, parameters, replica_of(self.vllm_config), logger)  # type: ignore[attr-defined]
-        self._lockstep_recompute = layout.recompute
+        if layout.recompute is not None:
+            self._lockstep_recompute = layout.recompute
         return {
             "manifest": manifest.to_json(),
             "handles": handles,
             "gpu_uuid": gpu_uuid(device),
             "checksum": self.lockstep_check()["checksum"],
-            "recomputes": bool(layout.recompute),
+            "recomputes": layout.recompute is not None,
         }
 
 

@@ -179,10 +179,8 @@ class ProcessedWeights:
         }
 
 
-def recomputation(
-    derived: Mapping[str, nn.Module], dtype: torch.dtype
-) -> list[Callable[[], object]]:
-    """The calls of vLLM's own hook that compute derived tensors from new weights.
+def recomputation(derived: Mapping[str, nn.Module], dtype: torch.dtype) -> Callable[[], str] | None:
+    """Return what computes derived tensors from new weights, by vLLM's own hook; None if none are.
 
     Args:
         derived: by name, with the modules that hold them.
@@ -198,7 +196,15 @@ def recomputation(
             raise LayoutError(f"{name} is derived from the weights, and nothing can recompute it")
         arguments = (dtype,) * len(inspect.signature(hook).parameters)
         calls[id(module)] = lambda hook=hook, arguments=arguments: hook(*arguments)  # type: ignore[misc]
-    return list(calls.values())
+    if not calls:
+        return None
+
+    def compute() -> str:
+        for call in calls.values():
+            call()
+        return ""
+
+    return compute
 
 
 def _tensor_names(module: nn.Module) -> set[str]:

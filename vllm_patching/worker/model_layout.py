@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from vllm_patching.compat.loggers import worker_logger
+from vllm_patching.compat.model_loading import reloader
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.weights.families import FAMILIES, Geometry
+from vllm_patching.weights.sharding import LearnedShard
 from vllm_patching.worker.learned_layout import (
     LearnedLayout,
     ProcessedWeights,
@@ -22,6 +24,7 @@ from vllm_patching.worker.learned_layout import (
     recomputation,
 )
 from vllm_patching.worker.parameters import LayoutError, build_manifest, own_parameters
+from vllm_patching.worker.reloading import ReloadedModel
 
 logger = worker_logger("lockstep.worker")
 
@@ -35,21 +38,27 @@ class ModelLayout:
     Attributes:
         manifest: of this rank.
         tensors: by the names in the manifest.
-        recompute: calls that bring derived tensors up to date.
+        recompute: what vLLM must do after an update, if anything: it returns the checksum of all
+            parameters, where they are not the tensors above.
     """
 
     manifest: Manifest
     tensors: Mapping[str, torch.Tensor]
-    recompute: tuple[Callable[[], object], ...] = ()
+    recompute: Callable[[], str] | None = None
 
 
 @dataclass
 class _Learned:
-    """A layout as it was learned, or the reason that there is none."""
+    """A layout as it was learned, or the reason that there is none.
+
+    Attributes:
+        reloaded: the other way of updates, where there is no layout.
+    """
 
     layout: LearnedLayout | None = None
-    recompute: tuple[Callable[[], object], ...] = ()
+    recompute: Callable[[], str] | None = None
     reason: str = ""
+    reloaded: ReloadedModel | None = None
 
 
 _learned: WeakKeyDictionary[nn.Module, _Learned] = WeakKeyDictionary()
@@ -65,29 +74,56 @@ def learn_while_loading(model: nn.Module, model_config: Any) -> Iterator[None]:
         yield
         return
     _learned[model] = found = _Learned()
+    name = _name(model_config.hf_config)
     try:
         _refuse_quantised(model_config)
-        layout = learn_layout(model, checkpoint_headers(model_config))
+        folder = _folder(model_config)
+        headers = checkpoint_headers(folder)
     except LayoutError as error:
         found.reason = str(error)
         yield
         return
-    weights = ProcessedWeights(model)
-    yield
     try:
-        changed = weights.changed(shard.name for shard in layout.shards)
-        if changed:
-            raise LayoutError(
-                f"vLLM stores {len(changed)} parameters otherwise than it loads them "
-                f"({_some(changed)})"
-            )
-        derived = weights.derived()
-        found.recompute = tuple(recomputation(derived, model_config.dtype))
+        layout, weights = learn_layout(model, headers), ProcessedWeights(model)
     except LayoutError as error:
         found.reason = str(error)
+    yield
+    try:
+        if not found.reason:
+            derived = _unmoved(layout, weights)
+            found.recompute = recomputation(derived, model_config.dtype)
+            found.layout = layout
+            _report(name, layout, list(derived))
+            return
+    except LayoutError as error:
+        found.reason = str(error)
+    try:
+        found.reloaded = ReloadedModel(
+            model, folder, headers, model_config.dtype, reloader(model, model_config)
+        )
+    except LayoutError as error:
+        found.reason = f"{found.reason}; and {error}"
         return
-    found.layout = layout
-    _report(_name(model_config.hf_config), layout, list(derived))
+    logger.warning(
+        "[vLLM Patch] Updates of %s go through vLLM's loader, from a copy of the whole checkpoint "
+        "on each rank: %s",
+        name,
+        found.reason,
+    )
+
+
+def _unmoved(layout: LearnedLayout, weights: ProcessedWeights) -> Mapping[str, nn.Module]:
+    """Return the tensors that vLLM has derived from parameters that it left as they were loaded.
+
+    Raises:
+        LayoutError: it has changed some.
+    """
+    changed = weights.changed(shard.name for shard in layout.shards)
+    if changed:
+        raise LayoutError(
+            f"vLLM stores {len(changed)} parameters otherwise than it loads them ({_some(changed)})"
+        )
+    return weights.derived()
 
 
 def is_planned(config: Any) -> bool:
@@ -116,37 +152,42 @@ def layout_of(model: nn.Module, config: Any, rank: int, size: int) -> ModelLayou
     found = _learned.get(model) or _Learned(
         reason="vLLM's loader was not seen; start the server with --load-format auto"
     )
-    if found.layout is None:
+    if found.reloaded is not None:
+        tensors: Mapping[str, torch.Tensor] = found.reloaded.tensors
+        shards: Sequence[LearnedShard] = found.reloaded.shards()
+        recompute: Callable[[], str] | None = found.reloaded.update
+    elif found.layout is not None:
+        held = {**parameters, **dict(model.named_buffers())}
+        shards, recompute = found.layout.shards, found.recompute
+        tensors = {shard.name: held[shard.name] for shard in shards}
+    else:
         raise LayoutError(f"{_name(config)} cannot be updated: {found.reason}")
-    held = {**parameters, **dict(model.named_buffers())}
-    tensors = {shard.name: held[shard.name] for shard in found.layout.shards}
     entries = tuple(
         ManifestEntry(shard, dtype_name(tensors[shard.name].dtype), str(tensors[shard.name].device))
-        for shard in found.layout.shards
+        for shard in shards
     )
-    return ModelLayout(Manifest(rank, size, entries), tensors, found.recompute)
+    return ModelLayout(Manifest(rank, size, entries), tensors, recompute)
 
 
-def checkpoint_headers(model_config: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's checkpoint, without data, by name.
+def _folder(model_config: Any) -> Path:
+    """Return the folder of the checkpoint that vLLM has loaded."""
+    folder = Path(model_config.model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
 
-    Args:
-        model_config: vLLM's.
+    revision = model_config.revision
+    return Path(snapshot_download(model_config.model, revision=revision, local_files_only=True))
+
+
+def checkpoint_headers(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint, without data, by name.
 
     Raises:
         LayoutError: the checkpoint has no safetensors files here, or they cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
-    folder = Path(model_config.model)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(
-            snapshot_download(
-                model_config.model, revision=model_config.revision, local_files_only=True
-            )
-        )
     headers: dict[str, torch.Tensor] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):

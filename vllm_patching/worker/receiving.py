@@ -669,7 +669,7 @@ class WeightReceiver:
         layout, num_bytes = flat_layout(manifest)
         live = [(item.name, local_view(item, parameters[item.name].data)) for item in layout]
         self._lockstep_live = [tensor for _, tensor in live]
-        self._lockstep_recompute: Sequence[Callable[[], object]] = ()
+        self._lockstep_recompute: Callable[[], str] = str
         self._lockstep_sums = WeightSums(live)
         self._lockstep_written: torch.cuda.Event | None = None
         self._lockstep_writer = ("", 0.0)
@@ -828,12 +828,12 @@ class WeightReceiver:
         if self._lockstep_device.type == "cuda":
             torch.cuda.synchronize()
         with torch.no_grad():
-            for compute in self._lockstep_recompute:
-                compute()
+            parameters = self._lockstep_recompute()
         summary = self._lockstep_sums.all()
         self._lockstep_first_step.watch()
         return {
             "tp_rank": self._lockstep_rank,
             "checksum": summary.checksum,
             "not_finite": summary.not_finite,
+            "parameters": parameters,
         }

@@ -50,6 +50,7 @@ class PlayedServer:
         faults: by step (init, cohort, begin, transfer, commit), what happens there, once: an error,
             or "hangs"; at commit also "is late": it serves, and answers after the deadline.
         idle: it takes none of its bytes, and reports it.
+        parameters: checksums of what vLLM has reloaded from the weights.
         heard: the received steps in order.
     """
 
@@ -67,6 +68,7 @@ class PlayedServer:
     target: int | None = None
     engine_dead: bool = False
     idle: bool = False
+    parameters: list[str] = field(default_factory=list)
     joined_anew: bool = False
     faults: dict[str, Any] = field(default_factory=dict)
     heard: list[str] = field(default_factory=list)
@@ -167,7 +169,7 @@ class PlayedClient(BridgeServer):
         played.serves, played.target, played.quarantine = version, None, ""
         if played.faults.pop("late", False):
             self._hang("commit")
-        return {"seconds": {"resume": 0.0}}
+        return {"seconds": {"resume": 0.0}, "parameters": played.parameters}
 
     def abort(self, epoch: int, reason: str) -> bool:
         played = self._step("abort", epoch)

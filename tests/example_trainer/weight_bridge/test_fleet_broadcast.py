@@ -94,6 +94,20 @@ def test_one_that_fails_is_left_out_of_the_step_and_is_right_again_after_the_nex
     assert len(world.right(3)) == 3
 
 
+def test_one_that_reloads_other_parameters_is_left_out(world: World) -> None:
+    """All have the trainer's weights, and vLLM has made something else of them on one."""
+    bridge = world.trainer()
+    odd = world.servers[0]
+    for played in world.servers:
+        played.parameters = ["odd" if played is odd else "same"]
+    world.step(bridge, 2)
+    assert (
+        "reloaded version 2 to parameters with the checksums ['odd'], and others to ['same']"
+        in (odd.quarantine)
+    )
+    assert bridge.server_urls() == [played.url for played in world.servers if played is not odd]
+
+
 @pytest.mark.parametrize("where", ["begin", "commit"])
 def test_one_that_is_sent_to_by_itself_keeps_the_others_waiting_no_longer_either(
     world: World, where: str, caplog: pytest.LogCaptureFixture

@@ -120,6 +120,14 @@ async def test_every_rank_of_every_replica_answers_and_is_named() -> None:
         BridgeRefusal, match="rank 0 of replica 1 holds checksum b of version 3, the trainer's is a"
     ):
         compare(answers, ["a", "a"], 3, "holds")
+    same = [{"tp_rank": 0, "checksum": "a", "not_finite": "", "replica": n} for n in (0, 1)]
+    compare([{**answer, "parameters": "p"} for answer in same], ["a"], 3, "holds")
+    with pytest.raises(
+        BridgeRefusal,
+        match=r"rank 0 of replica 1 has reloaded version 3 to other parameters \(p1\) than the same "
+        r"rank of replica 0 \(p0\)",
+    ):
+        compare([{**a, "parameters": f"p{a['replica']}"} for a in same], ["a"], 3, "holds")
 
 
 @pytest.mark.asyncio

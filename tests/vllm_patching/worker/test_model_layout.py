@@ -64,8 +64,8 @@ def test_derived_tensors_are_recomputed_and_no_part_of_the_manifest(folder: Path
     layout = layout_of(model, CONFIG, 0, 1)
     assert [entry.shard.name for entry in layout.manifest.entries] == ["layer.weight"]
     layout.tensors["layer.weight"].data.mul_(2)
-    for compute in layout.recompute:
-        compute()
+    assert layout.recompute is not None
+    assert layout.recompute() == ""
     assert torch.equal(model.layer.transposed, model.layer.weight.data.t())
 
 
@@ -81,6 +81,51 @@ def keep_without_a_hook(model: Model) -> None:
     model.register_buffer("table", torch.ones(3))
 
 
+@pytest.fixture
+def reloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's reload, and the processing that the model under test has had."""
+
+    def reloader(model: Model, config: Any) -> Callable[[dict[str, torch.Tensor]], None]:
+        def load(tensors: dict[str, torch.Tensor]) -> None:
+            model.load_weights(iter(tensors.items()))
+            model.layer.weight.data += config.drift
+            swap(model)
+
+        return load
+
+    monkeypatch.setattr("vllm_patching.worker.model_layout.reloader", reloader)
+
+
+@pytest.mark.usefixtures("reloads")
+def test_a_model_that_is_stored_otherwise_is_reloaded_from_a_copy(folder: Path) -> None:
+    save_file({"layer.weight": torch.arange(6.0).view(2, 3)}, folder / "model.safetensors")
+    model = loaded(model_config(folder, drift=0), swap)
+    layout = layout_of(model, CONFIG, 0, 1)
+    copy = layout.tensors["layer.weight"]
+    assert torch.equal(copy, torch.arange(6.0).view(2, 3))
+    assert layout.recompute is not None
+    before = layout.recompute()
+    copy.add_(1)
+    assert layout.recompute() != before
+    assert torch.equal(model.layer.weight.data, copy.flip(0))
+
+
+@pytest.mark.usefixtures("reloads")
+def test_a_reload_that_gives_other_parameters_is_refused(folder: Path) -> None:
+    save_file({"layer.weight": torch.arange(6.0).view(2, 3)}, folder / "model.safetensors")
+    model = loaded(model_config(folder, drift=1), swap)
+    with pytest.raises(
+        LayoutError,
+        match=r"otherwise than it loads them \(layer.weight\); and vLLM's reload of its own "
+        "checkpoint gives other parameters$",
+    ):
+        layout_of(model, CONFIG, 0, 1)
+
+
+def no_reload(model: Any, config: Any) -> Any:
+    raise LayoutError("no reload here")
+
+
 @pytest.mark.parametrize(
     ("process", "reason"),
     [
@@ -90,10 +135,14 @@ def keep_without_a_hook(model: Model) -> None:
     ],
 )
 def test_a_processing_that_an_update_would_miss_is_refused(
-    folder: Path, process: Callable[[Model], object], reason: str
+    folder: Path,
+    process: Callable[[Model], object],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("vllm_patching.worker.model_layout.reloader", no_reload)
     model = loaded(model_config(folder), process)
-    with pytest.raises(LayoutError, match=f"^NewForCausalLM cannot be updated: {reason}$"):
+    with pytest.raises(LayoutError, match=f"^NewForCausalLM cannot be updated: {reason}; and no"):
         layout_of(model, CONFIG, 0, 1)
 
 
