@@ -69,7 +69,7 @@ def held_in(model: torch.nn.Module) -> Callable[[FlatSlice], FlatSlice]:
     def look_up(item: FlatSlice) -> FlatSlice:
         if not item.learned or geometry is None:
             return item
-        return _in_own_tensor(item, checkpoint_places(geometry)[item.slice.source])
+        return in_own_tensor(item, checkpoint_places(geometry)[item.slice.source])
 
     return look_up
 
@@ -87,7 +87,12 @@ def checkpoint_places(geometry: Geometry) -> Mapping[str, Place]:
     return places
 
 
-def _in_own_tensor(item: FlatSlice, place: Place) -> FlatSlice:
+def in_own_tensor(item: FlatSlice, place: Place) -> FlatSlice:
+    """Return a slice of a checkpoint tensor as a slice of the tensor that holds it.
+
+    Raises:
+        BridgeError: its elements are unevenly spaced there.
+    """
     piece = item.slice
     wanted = Region(piece.source_offset, piece.shape, piece.source_strides)
     try:

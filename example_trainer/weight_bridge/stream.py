@@ -317,6 +317,9 @@ def _owners(start: int, step: int, rows: int, chunk: int) -> Iterator[tuple[int,
         step: elements from row to row.
         chunk: elements of the whole tensor that each rank holds.
     """
+    if not step:  # one row, or one element for all rows
+        yield start // chunk, 0, rows
+        return
     first = 0
     while first < rows:
         owner = (start + first * step) // chunk

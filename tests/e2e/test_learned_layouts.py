@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -13,9 +14,16 @@ from tests.conftest import Processes
 from tests.e2e.bridge_helpers import (
     joined,
     largest_difference,
+    made_up_group,
     new_weights,
 )
-from tests.e2e.conftest import BRIDGE_TIMEOUT, save_byte_tokenizer, start_vllm
+from tests.e2e.conftest import (
+    BRIDGE_TIMEOUT,
+    VllmServer,
+    save_byte_tokenizer,
+    start_vllm,
+    trainer_command,
+)
 from tests.tiny_models import CONFIGS, make_model
 
 pytestmark = pytest.mark.e2e
@@ -44,7 +52,13 @@ ROUNDING = 2e-4
 """Latent attention multiplies in another order than transformers."""
 
 
-@pytest.mark.parametrize("name", ["Olmo3", "Mixtral", "DeepseekV3", "Falcon"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Mixtral",
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in ("Olmo3", "DeepseekV3", "Falcon")),
+    ],
+)
 def test_an_update_arrives_whole(
     name: str,
     tmp_path: Path,
@@ -71,3 +85,34 @@ def test_an_update_arrives_whole(
             assert state["checksums"] == [report.checksum]
             assert largest_difference(server, model) < ROUNDING
             assert largest_difference(server, stale) > 0.01, "old weights would be seen"
+    if name == "Mixtral":
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        train(server, processes, free_port(), tmp_path)
+        trained = load_model(str(tmp_path / "checkpoints" / "step_2"), torch.float32)
+        assert largest_difference(server, trained) < ROUNDING
+
+
+def train(server: VllmServer, processes: Processes, port: int, folder: Path) -> None:
+    """Train two steps by the trainer's own process, which broadcasts to the server."""
+    processes.start_service(port)
+    service = f"http://127.0.0.1:{port}"
+    for number in range(2):
+        group = made_up_group(number)
+        httpx.post(f"{service}/scored_data", json=group, timeout=30).raise_for_status()
+    command = trainer_command(
+        server.model,
+        service,
+        folder,
+        bridge="broadcast",
+        vllm_port=server.port,
+        lr=1e-3,
+        training_steps=2,
+        batch_size=1,
+        gradient_accumulation_steps=4,
+        seq_len=64,
+        num_threads=1,
+    )
+    text = processes.finish(processes.start("trainer", command), seconds=240)
+    assert "model: tier 2" in text
+    assert "Training complete: 2 steps" in text
+    assert (server.state()["state"], server.state()["weight_version"]) == ("serving", 2)

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from example_trainer.errors import BridgeError
+from example_trainer.weight_bridge.checkpoint_sources import Place, in_own_tensor
 from example_trainer.weight_bridge.stream import (
     Cuts,
     SendPlan,
@@ -21,10 +23,11 @@ from example_trainer.weight_bridge.stream import (
     steps_of,
 )
 from tests.geometries import geometry_of
-from vllm_patching.protocol.manifest import Manifest, ManifestEntry, source_view
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry, local_view, source_view
 from vllm_patching.protocol.messages import Route
 from vllm_patching.weights.families import Geometry
-from vllm_patching.weights.sharding import plan_shards
+from vllm_patching.weights.regions import Region
+from vllm_patching.weights.sharding import LearnedShard, SourceSlice, plan_shards
 
 TINY = geometry_of("Qwen3", 2, 16, 32, 8, 4, 2, 70)
 QWEN_14B = geometry_of("Qwen3", 40, 5120, 17408, 40, 8, 128, 151936)
@@ -191,3 +194,61 @@ def test_servers_that_share_no_gpu_are_one_group() -> None:
     apart: list[tuple[str, Route, list[str]]] = [("x", Route.NCCL, [gpu]) for gpu in "abc"]
     assert sent_together(apart) == [(0, [0, 1, 2])]
     assert sent_together([*apart, ("x", Route.NCCL, ["a"])]) == [(0, [0, 1, 2]), (1, [3])]
+
+
+def experts(count: int, width: int, hidden: int) -> tuple[Manifest, dict[str, Place]]:
+    """vLLM's parameter of all experts, filled from a checkpoint tensor for each of two matrices,
+    and the places of these in the trainer's parameter, which has them the other way round.
+    """
+    slices, sources, places = [], [], {}
+    for expert in range(count):
+        for number, name in enumerate(("gate", "up")):
+            source, size = f"{expert}.{name}", width * hidden
+            slices.append(SourceSlice(source, (size,), 0, (1,), (2 * expert + number) * size))
+            sources.append((source, (width, hidden)))
+            offset = (2 * expert + 1 - number) * size
+            places[source] = Place(
+                "experts",
+                (count, 2 * width, hidden),
+                Region(offset, (width, hidden), (hidden, 1)),
+            )
+    shard = LearnedShard("w13", (count, 2 * width, hidden), tuple(sources), tuple(slices))
+    return Manifest(0, 1, (ManifestEntry(shard, "float32", "cpu"),)), places
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world_size=st.integers(1, 5),
+    count=st.integers(1, 5),
+    width=st.integers(1, 4),
+    hidden=st.integers(1, 5),
+    limit=st.sampled_from([64, 500]),
+)
+def test_every_element_of_an_expert_comes_from_the_rank_that_holds_it(
+    world_size: int, count: int, width: int, hidden: int, limit: int
+) -> None:
+    manifest, places = experts(count, width, hidden)
+    cuts = Cuts.of([manifest], limit, lambda item: in_own_tensor(item, places[item.slice.source]))
+    full = torch.randn(count, 2 * width, hidden)
+    parameter = torch.full((full.numel(),), torch.nan)
+    for steps in steps_of(SendPlan(world_size, 1), cuts, torch.float32):
+        for transfer in (one for step in steps for one in step):
+            item = cuts.item(0, transfer.piece)
+            held = full.chunk(world_size)[transfer.owner].clone()
+            rows = (transfer.last - transfer.first, *item.shape[1:])
+            target = transfer.piece.of(local_view(item, parameter))
+            target[transfer.first : transfer.last] = held.as_strided(
+                rows, item.slice.source_strides, transfer.local
+            )
+    swapped = full.view(count, 2, width, hidden).flip(1)
+    assert torch.equal(parameter.view_as(swapped), swapped)
+
+
+def test_rows_that_are_spread_over_ranks_are_refused() -> None:
+    """A transposed matrix: each of its rows has elements on all ranks."""
+    shard = LearnedShard("w", (3, 4), (("x", (4, 3)),), (SourceSlice("x", (3, 4), 0, (1, 3), 0),))
+    manifest = Manifest(0, 1, (ManifestEntry(shard, "float32", "cpu"),))
+    cuts = Cuts.of([manifest])
+    assert list(steps_of(SendPlan(1, 1), cuts, torch.float32))
+    with pytest.raises(BridgeError, match="rows that are spread over ranks in the trainer's x"):
+        list(steps_of(SendPlan(2, 1), cuts, torch.float32))
