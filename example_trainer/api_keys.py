@@ -17,7 +17,7 @@ message."""
 
 
 def from_variable(option: str) -> Callable[[], SecretStr | None]:
-    """What reads an option's variable; None if that is not set, or empty."""
+    """Make a function that reads an option's variable, and returns None if it is not set or empty."""
 
     def read() -> SecretStr | None:
         value = os.environ.get(SECRETS[option])
@@ -27,7 +27,7 @@ def from_variable(option: str) -> Callable[[], SecretStr | None]:
 
 
 def revealed(secret: SecretStr | None) -> str | None:
-    """What a secret option holds, for whoever sends it; None if it is not given, or empty."""
+    """Return the text of a secret option; None if it is not given or empty."""
     return secret.get_secret_value() if secret else None
 
 

@@ -380,7 +380,7 @@ class AlgorithmOptions(Section):
 
     @property
     def clip_high(self) -> float:
-        """How far the ratio may rise."""
+        """The highest rise of the ratio."""
         method = self.method
         return method.clip_eps if method.clip_eps_high is None else method.clip_eps_high
 
@@ -831,7 +831,7 @@ class TrainerConfig(
 
     @property
     def starts_vllm(self) -> bool:
-        """Whether the trainer starts vLLM itself, unless another server answers at its port."""
+        """Return whether the trainer starts vLLM itself, unless another server answers at its port."""
         return self.weight_bridge_mode == "none" and self.vllm_restart_interval > 0
 
     @model_validator(mode="after")
@@ -889,7 +889,7 @@ class TrainerConfig(
 
     @property
     def replays(self) -> bool:
-        """Whether rollouts are used in another way than each once, oldest first."""
+        """Return whether rollouts are used in another way than each once, oldest first."""
         return self.replay != "fifo" or self.max_reuse > 1
 
     @model_validator(mode="after")
@@ -930,7 +930,7 @@ class TrainerConfig(
 
     @property
     def several_updates(self) -> bool:
-        """Whether a batch may be for more than one optimizer update."""
+        """Return whether a batch may be for more than one optimizer update."""
         return self.ppo_epochs * self.minibatches > 1
 
     @property
@@ -952,7 +952,7 @@ class TrainerConfig(
         return max(1, min(self.vllm_restart_interval, self.max_staleness))
 
     def restarts_vllm_at(self, step: int) -> bool:
-        """Whether a restart of vLLM is due after optimizer step `step`.
+        """Return whether a restart of vLLM is due after optimizer step `step`.
 
         None is due after the last step.
         """
@@ -963,18 +963,20 @@ class TrainerConfig(
         )
 
     def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint of optimizer step `step` is due: at each interval, and at the end."""
+        """Return whether a checkpoint of optimizer step `step` is due: at each interval, and at the
+        end.
+        """
         interval = self.checkpoint_interval
         return step == self.training_steps or bool(interval and step % interval == 0)
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether what rollouts of a group begin with is forwarded once."""
+        """Return whether what rollouts of a group begin with is forwarded once."""
         return not self.deterministic if self.share_prefixes is None else self.share_prefixes
 
     @property
     def needs_zero_advantages(self) -> str | None:
-        """What is learned from sequences whose advantages are all 0; None if nothing is."""
+        """The options that learn from sequences whose advantages are all 0; None if there are none."""
         given = [
             flag_of(name)
             for name in ("kl_coef", "entropy_coef", "distill_coef")
@@ -986,7 +988,7 @@ class TrainerConfig(
 
     @property
     def forwards_zero_advantages(self) -> bool:
-        """Whether sequences whose advantages are all 0 are forwarded.
+        """Return whether sequences whose advantages are all 0 are forwarded.
 
         Exact runs compare every token with vLLM's.
         """
@@ -996,8 +998,8 @@ class TrainerConfig(
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether a batch is fetched while another is trained on: it is then one version older than
-        it need be.
+        """Return whether a batch is fetched while another is trained on: it is then one version
+        older than it need be.
         """
         return self.oldest_rollouts != 0
 
@@ -1012,19 +1014,19 @@ class TrainerConfig(
 
     @property
     def loads_reference(self) -> bool:
-        """Whether a second model is held, for the divergence from it; under adapters the base model
-        is there already.
+        """Return whether a second model is held, for the divergence from it; under adapters the
+        base model is there already.
         """
         return bool(self.kl_coef) and not self.has_base_model and not self.ref_logprobs_from_workers
 
     @property
     def asks_reference_workers(self) -> bool:
-        """Whether reference workers compute what groups come without."""
+        """Return whether reference workers compute what groups come without."""
         return bool(self.kl_coef) and self.ref_logprobs_from_workers
 
     @property
     def has_base_model(self) -> bool:
-        """Whether the model that is trained can compute its reference's logprobs too."""
+        """Return whether the model that is trained can compute its reference's logprobs too."""
         return self.lora is not None and self.reference_model is None
 
     @property

@@ -1,4 +1,4 @@
-"""What PyTorch and its libraries raise when there is no memory left."""
+"""Errors that PyTorch and its libraries raise when there is no memory left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGNS = (
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is one of the many ways in which they say so."""
+    """Return whether an error is one of the many ways in which they say so."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         sign in str(error) for sign in _SIGNS
     )

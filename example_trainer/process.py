@@ -1,6 +1,4 @@
-"""What makes the trainer a well-behaved process: its log lines, its answer to SIGTERM, its last
-line and exit status.
-"""
+"""Log lines, signals, last line and exit status of a process of the trainer."""
 
 from __future__ import annotations
 

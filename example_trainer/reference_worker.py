@@ -92,7 +92,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[TrainerConfig, ReferenceW
 
 @dataclass
 class Pace:
-    """How much is leased at a time.
+    """The number of tokens that are leased at a time.
 
     Attributes:
         lease_seconds: that it may take.

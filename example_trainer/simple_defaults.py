@@ -63,7 +63,7 @@ def mark_given(options: argparse.Namespace) -> None:
 
 
 def on_gpu(options: argparse.Namespace) -> bool:
-    """Whether the run is on a GPU."""
+    """Return whether the run is on a GPU."""
     return bool(options.device != "cpu" and torch.cuda.is_available())
 
 

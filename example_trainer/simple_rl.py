@@ -215,7 +215,7 @@ def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
 
 
 def last_gpu(count: int, visible: str) -> str:
-    """What CUDA_VISIBLE_DEVICES is for a vLLM with its own copy of the weights; a trainer takes the
+    """Return CUDA_VISIBLE_DEVICES for a vLLM with its own copy of the weights; a trainer takes the
     first GPU.
 
     Args:
@@ -275,7 +275,7 @@ def start_vllm(
 def make_held_out(
     options: argparse.Namespace, task: Task, sampler: Sampler, metrics: MetricsLog
 ) -> HeldOut | None:
-    """What measures the weights while they are trained, if --evaluate-every asks for it."""
+    """Make what measures the weights during training; None without --evaluate-every."""
     if not options.evaluate_every or task.held_out is None:
         return None
 

@@ -159,7 +159,7 @@ class VLLMClient:
             return None
 
     def missing(self, path: str) -> str | None:
-        """What keeps GET `path` from being answered, in a few words; None if it is answered."""
+        """Return the reason why GET `path` has no good answer, in a few words; None if it has one."""
         try:
             status = self._http.get(path, timeout=QUICK_SECONDS).status_code
         except httpx.TransportError as error:
@@ -229,7 +229,7 @@ def _json_object(response: httpx.Response) -> dict[str, Any] | None:
 
 
 def _reason(response: httpx.Response) -> str:
-    """What a server says in an answer that is an error."""
+    """Return the reason in a server's error answer."""
     try:
         body = response.json()
     except ValueError:

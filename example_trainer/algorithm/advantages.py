@@ -1,4 +1,4 @@
-"""What each rollout, and each token of it, counts in the loss: pure functions of plain numbers.
+"""Weights of rollouts and tokens in the loss, and the functions that options name.
 
 Advantages are a function of the scores of a whole batch, group by group, and give one number per
 rollout: ours by name, or the user's as `module:function`. What a group of rollouts brings along as
@@ -132,7 +132,7 @@ rollout."""
 
 
 def group_advantages(scores: Sequence[float], divide_by_std: bool = True) -> list[float]:
-    """How much better each rollout of a group is than the group's mean.
+    """Return each rollout's distance to its group's mean score.
 
         A_i = (r_i - mean(r)) / std(r)        with the population's standard deviation
 
@@ -151,8 +151,8 @@ def group_advantages(scores: Sequence[float], divide_by_std: bool = True) -> lis
 
 
 def leave_one_out_advantages(scores: Sequence[float]) -> list[float]:
-    """How much better each rollout of a group is than the mean of the others: RLOO (Ahmadian et
-    al., arXiv:2402.14740).
+    """Return each rollout's distance to the mean score of the others in its group: RLOO (Ahmadian
+    et al., arXiv:2402.14740).
 
         A_i = r_i - 1/(k-1) Σ_{j≠i} r_j
 
@@ -170,7 +170,7 @@ def leave_one_out_advantages(scores: Sequence[float]) -> list[float]:
 def batch_advantages(
     scores: Sequence[Sequence[float]], divide_by_std: bool = True
 ) -> list[list[float]]:
-    """How much better each rollout is than the batch's mean: REINFORCE++ (Hu et al.,
+    """Return each rollout's distance to the batch's mean score: REINFORCE++ (Hu et al.,
     arXiv:2501.03262).
 
     A_i = (r_i - mean(all r)) / std(all r)        with the population's standard deviation
@@ -182,7 +182,7 @@ def batch_advantages(
 def group_batch_advantages(
     scores: Sequence[Sequence[float]], divide_by_std: bool = True
 ) -> list[list[float]]:
-    """How much better each rollout is than its group's mean, in units of the whole batch:
+    """Return each rollout's distance to its group's mean score, in units of the whole batch:
     REINFORCE++ with baseline (Hu et al., arXiv:2501.03262).
 
         d_i = r_i - mean(its group's r)        A_i = d_i / std(all d)        the mean of all d is 0

@@ -134,7 +134,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What the options say to a loss.
+    """Bounds of a loss, from the options.
 
     Attributes:
         clip_low, clip_high: how far the ratio may fall below 1 and rise above it.
@@ -372,7 +372,7 @@ def _checked(name: str, result: object, inputs: LossInputs) -> TokenLosses:
 
 
 def count_nonfinite(losses: Tensor) -> Tensor:
-    """How many of [n] losses are NaN or infinite: a scalar on the device, to be summed over a step
+    """Count the losses that are NaN or infinite: a scalar on the device, to be summed over a step
     and read once.
     """
     return (~torch.isfinite(losses)).sum()

@@ -1,5 +1,5 @@
-"""What a bin adds to the loss of its batch: the policy's loss with its corrections, divergences,
-entropy. Pure, all in float32.
+"""A bin's part in the loss of its batch: policy loss, corrections, divergences, entropy. Pure
+functions, all in float32.
 
     loss = Σ_t w_t ( c_t L_t + [kl_in loss] β k3_t + [distill_in loss] δ ½ (logπ_t - logπ_T,t)² ) - η Σ_t w_t H_t
 
@@ -84,7 +84,7 @@ _SUMS = (
 
 @dataclass(frozen=True)
 class BinOutcome:
-    """What a pass over a bin came to, all of it detached. n counts the bin's trained tokens.
+    """Results of a pass over a bin, all of them detached. n counts the bin's trained tokens.
 
     Attributes:
         logprobs: [n] float32, under the present weights.
@@ -365,7 +365,7 @@ RatioTo = Literal["proximal", "now"]
 
 @dataclass(frozen=True)
 class CorrectionSettings:
-    """How rollouts are corrected.
+    """Settings of the correction for the sampler.
 
     Attributes:
         kind: see above.
@@ -383,25 +383,25 @@ class CorrectionSettings:
 
     @property
     def active(self) -> bool:
-        """Whether rollouts' logprobs are compared with anything."""
+        """Return whether rollouts' logprobs are compared with anything."""
         return self.kind != "none" or self.sequence_kl_limit is not None
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the logprobs under the weights that the batch began with are needed."""
+        """Return whether the logprobs under the weights that the batch began with are needed."""
         return self.active and self.ratio == "proximal"
 
     @property
     def corrects_present(self) -> bool:
-        """Whether the weights hold the ratio of the present policy to the sampler already, so that
-        the loss must not.
+        """Return whether the weights hold the ratio of the present policy to the sampler already,
+        so that the loss must not.
         """
         return self.ratio == "now" and self.kind in ("token_truncate", "sequence_truncate")
 
 
 @dataclass(frozen=True)
 class CorrectionWeights:
-    """What each token's policy loss is multiplied by.
+    """Factors of each token's policy loss.
 
     Attributes:
         weights: [n] float32, at least 0 and at most `high`.
@@ -492,8 +492,8 @@ gives no infinity."""
 
 
 def distillation_advantage(old_logprobs: Tensor, teacher_logprobs: Tensor, coef: float) -> Tensor:
-    """What a token's advantage gains: -coef · (log π_old - log T), the log ratio within ±
-    MAX_LOG_RATIO.
+    """Return the term that distillation adds to a token's advantage: -coef · (log π_old - log T),
+    the log ratio within ± MAX_LOG_RATIO.
 
     Args:
         old_logprobs: [n] float32 under the policy that the loss takes its ratio to.
@@ -568,7 +568,7 @@ def _log_ratio(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: the options, resolved, with the loss itself.
+    """The function to minimise: the options, resolved, with the loss itself.
 
     Attributes:
         name: what --loss says, for errors.
@@ -591,8 +591,8 @@ class Objective:
     distill_in: Literal["advantage", "loss"] = "advantage"
 
     def ratio_is_one(self, several_updates: bool) -> bool:
-        """Whether π_old is the present policy wherever the loss is taken, so that bounds of their
-        ratio never act.
+        """Return whether π_old is the present policy wherever the loss is taken, so that bounds of
+        their ratio never act.
 
         Args:
             several_updates: whether a batch may be for more than one.
@@ -637,7 +637,7 @@ class ObjectiveInputs:
 
 @dataclass(frozen=True)
 class BinLoss:
-    """What a bin adds.
+    """A bin's part in the loss.
 
     Attributes:
         loss: scalar float32, with gradient.

@@ -1,6 +1,6 @@
-"""What runs on a node: one process of the run, looked after by an actor.
+"""A role's process on its node, which an actor starts and watches.
 
-No import of Ray, so that it can be tried without.
+Nothing here imports Ray, so tests need none.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a node is told to start.
+    """A process that a node starts.
 
     Attributes:
         arguments: program and arguments; PYTHON for the interpreter there.
@@ -132,7 +132,7 @@ def problem(what: str, error: OSError | ProcessError, otherwise: str = WRITABLE)
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """What a role must find on its node.
+    """Requirements of a role on its node.
 
     Attributes:
         folder: the run's.
@@ -180,7 +180,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class Look:
-    """How a role's process is.
+    """State of a role's process.
 
     Attributes:
         ready: it answers, or listens nowhere and runs.
@@ -370,7 +370,7 @@ class RoleProcess:
         return self._folder / "logs" / f"{self._name}.log"
 
     def look(self, url: str = "", offset: int = 0) -> Look:
-        """How the process is.
+        """Return the state of the process.
 
         Args:
             url: what it answers with a status below 400 once it works; empty if it listens nowhere.

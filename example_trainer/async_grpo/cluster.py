@@ -52,7 +52,7 @@ class Pending(Protocol):
     """An answer that may not have come."""
 
     def done(self) -> bool:
-        """Whether `get` returns or raises at once."""
+        """Return whether `get` returns or raises at once."""
 
     def get(self) -> Any:
         """The answer.
@@ -79,7 +79,7 @@ class Seat(Protocol):
 
 
 class Cluster(Protocol):
-    """What the driver needs of Ray."""
+    """The driver's interface to Ray."""
 
     version: str
 
@@ -93,7 +93,7 @@ class Cluster(Protocol):
         """Resource that only nodes on the driver's machine have."""
 
     def lives(self, node: str) -> bool:
-        """Whether a node is there."""
+        """Return whether a node is there."""
 
     def reserve(self, demand: Demand) -> None:
         """Ask for a placement group, once for each group; it moves by itself when its node dies."""
@@ -356,7 +356,7 @@ def first_line(error: BaseException) -> str:
 
 
 def said(error: BaseException) -> str:
-    """What Ray says, as one line."""
+    """Return an error of Ray as one line."""
     return " ".join(str(error).split())[:600]
 
 

@@ -188,7 +188,7 @@ class Driver:
             self.stop()
 
     def trainer_is_done(self) -> bool:
-        """Whether training has come to its end."""
+        """Return whether training has come to its end."""
         return self.keepers["trainer"].state is State.DONE
 
     def tick(self) -> None:

@@ -1,6 +1,6 @@
-"""What has become of a role, and what to do when its process has ended.
+"""State of a role, and the decision to start its process again.
 
-Asks nobody, and knows no clock.
+Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONGEST_DELAY = 60.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
+    """The end of a process.
 
     Attributes:
         code: exit status, 128 + n for signal n; None if its node or its actor was lost.
@@ -69,7 +69,7 @@ class Row:
 
 
 class State(Enum):
-    """Of one role. The values are for people."""
+    """State of a role. The values are for people."""
 
     WAITING = "waits for its turn"
     PLACING = "waits for its place"

@@ -27,7 +27,7 @@ NODE = "node:"
 
 @dataclass(frozen=True)
 class Demand:
-    """What must lie together on one node.
+    """Resources that must lie together on one node.
 
     Attributes:
         name: of the group, such as `generator-2`.
@@ -72,7 +72,7 @@ def amounts(resources: Mapping[str, float]) -> str:
 
 
 def fits(demand: Mapping[str, float], free: Mapping[str, float]) -> bool:
-    """Whether a node has as much of everything."""
+    """Return whether a node has as much of everything."""
     return all(free.get(name, 0.0) + EXACT >= amount for name, amount in demand.items())
 
 
@@ -269,12 +269,12 @@ def _environment_role(server: str, number: int, asked: Orchestration) -> Role:
 
 
 def some(resources: Mapping[str, float]) -> dict[str, float]:
-    """Those of which there is anything."""
+    """Leave out resources of amount 0."""
     return {name: amount for name, amount in resources.items() if amount}
 
 
 def demands_of(roles: list[Role]) -> list[Demand]:
-    """What must lie together, for each group."""
+    """Return the demand of each placement group."""
     groups: dict[str, list[Role]] = {}
     for role in roles:
         groups.setdefault(role.group, []).append(role)
@@ -302,7 +302,7 @@ class Commands:
         self._settings, self._keys = settings, keys
 
     def launch(self, role: Role, places: Mapping[str, Address], first: bool = True) -> Launch:
-        """What starts a role.
+        """Return the command that starts a role.
 
         Args:
             role: which.

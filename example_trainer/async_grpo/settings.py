@@ -41,7 +41,7 @@ def words(value: Any) -> Any:
 
 
 class Orchestration(Section):
-    """How many of each role, what each asks of the cluster, and what is done when one fails."""
+    """Number of each role, its resources, and the rules for its restarts."""
 
     generators: int = Field(1, ge=1, description="vLLM servers, each with environments of its own")
     environments_per_generator: int = Field(
@@ -168,7 +168,7 @@ class Inference(Section):
 
 
 class Logging(Section):
-    """What a run leaves behind, and where."""
+    """Output of a run, and where it goes."""
 
     folder: Path = Field(
         Path("runs/async"),
@@ -219,7 +219,7 @@ class Settings(Section):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether trainer and generator hold one copy of the weights, on the same GPUs."""
+        """Return whether trainer and generator hold one copy of the weights, on the same GPUs."""
         return bool(self.training.get("colocate") or self.training.get("single_copy"))
 
     @property
@@ -258,8 +258,8 @@ class Settings(Section):
 
 
 def inexact(settings: Settings) -> str | None:
-    """What keeps a run from being resumed to the bit, with the remedy; None if nothing that the
-    configuration tells.
+    """Return the setting that keeps a run from being resumed to the bit, with the remedy; None if
+    there is none.
     """
     asked, training, sequences = (
         settings.orchestration,

@@ -30,7 +30,7 @@ from example_trainer.process import StopRequested, StopSignal
 
 @dataclass(frozen=True)
 class Registration:
-    """What the trainer tells the service, and through it the environments.
+    """The trainer's settings for the service, and through it for the environments.
 
     Attributes:
         batch_size: sequences in each batch.

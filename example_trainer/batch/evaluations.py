@@ -30,7 +30,7 @@ _NOT_OFFERED = (codes.NOT_FOUND, codes.METHOD_NOT_ALLOWED)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an environment measured.
+    """Result of an evaluation that an environment made.
 
     Attributes:
         id: the rollout service's number for it; later ones have higher ones.
@@ -54,7 +54,7 @@ class Evaluation:
 
     @property
     def key(self) -> tuple[int, float]:
-        """What no other evaluation has, not of another service either."""
+        """A pair that identifies the evaluation, also among those of other services."""
         return self.id, self.time
 
     @classmethod
@@ -130,7 +130,7 @@ class EvaluationFeed:
             self._changed.notify_all()
 
     def take(self, seconds: float = 0.0) -> list[Evaluation]:
-        """What has come since the last call, oldest first.
+        """Return the evaluations that came since the last call, oldest first.
 
         Args:
             seconds: how long to wait for the answer to the last `ask`.
@@ -220,6 +220,6 @@ class EvaluationFeed:
 
 
 def _kind(error: Exception) -> str:
-    """What failures have in common that differ in words alone."""
+    """Return the kind of a failure: failures of one kind differ in words alone."""
     status = f" {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else ""
     return type(error).__name__ + status

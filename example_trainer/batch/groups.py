@@ -50,7 +50,7 @@ class GroupError(ValueError):
 def version_on_line(
     version: int, epoch: int | None, present: int, lives: Sequence[TrainerSession]
 ) -> int:
-    """What weights count as on the line of weights that is trained on now. At most `present`.
+    """Return the version of weights on the line that is trained on now; at most `present`.
 
     Args:
         version, epoch: of the weights; an epoch of None or 0: nobody said, or they are from before
@@ -68,8 +68,7 @@ def version_on_line(
 
 
 def age(version: int, epoch: int | None, present: int, lives: Sequence[TrainerSession]) -> int:
-    """How many weight versions lie between the weights that something was sampled under and the
-    trainer's. Never negative.
+    """Count the weight versions between a sample's weights and the trainer's. Never negative.
 
     Args:
         version, epoch, present, lives: see version_on_line.
@@ -98,7 +97,7 @@ def teacher_logprobs(
     tokens: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float32] | None:
-    """What the teacher says of one sequence's trained tokens.
+    """Read the teacher's logprobs of one sequence's trained tokens.
 
     Args:
         group: as `/batch` returns it.
@@ -369,7 +368,7 @@ MUST_BE_SAID = (
 
 @dataclass(frozen=True)
 class SamplerLogprobs:
-    """What the vLLM servers say of the logprobs that they hand out.
+    """The kinds of logprobs that the vLLM servers return.
 
     Attributes:
         raw: addresses of those whose logprobs are before any temperature.
@@ -385,7 +384,7 @@ class SamplerLogprobs:
 
 @dataclass(frozen=True)
 class SamplingRules:
-    """What may be trained on.
+    """Rules for the sampling parameters of training data.
 
     Attributes:
         allow_narrowed: sequences too that parameters of IDLE changed the distribution of.
@@ -400,7 +399,7 @@ class SamplingRules:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a sequence was sampled.
+    """Sampling parameters of a sequence.
 
     Attributes:
         temperatures: [sampled] float32; None where nobody said.
@@ -792,11 +791,11 @@ class LengthRules:
 
     @property
     def penalises(self) -> bool:
-        """Whether scores fall with the length of answers."""
+        """Return whether scores fall with the length of answers."""
         return self.truncated_answers == "penalise"
 
     def penalty(self, tokens: int, limit: int) -> float:
-        """What is added to the score of an answer, 0 or less.
+        """Return the number that is added to the score of an answer, 0 or less.
 
             0                                          tokens ≤ limit - buffer
             most · ((limit - buffer) - tokens) / buffer      up to the limit
@@ -880,7 +879,7 @@ class TrainedSequence:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is made of what groups hold.
+    """Rules for reading groups.
 
     Attributes:
         advantages: see algorithm.advantages; those of a group by itself are not what the scores of
@@ -902,7 +901,7 @@ class Rules:
 
 @dataclass
 class Batch:
-    """What one optimizer step is computed from.
+    """The rollouts of one optimizer step.
 
     Attributes:
         sequences: all rollouts of all valid groups, in the order in which they came, but for those
@@ -940,8 +939,8 @@ class Batch:
         return sum(int(np.isfinite(one["teacher_logprobs"]).sum()) for one in self.sequences)
 
     def ages(self, version: int, lives: Sequence[TrainerSession] = ()) -> list[int]:
-        """How many weight versions ago each sequence was begun, for those that say so, in a run of
-        these lives.
+        """Return each sequence's age in weight versions, in a run of these sessions. Sequences
+        without a version are left out.
         """
         return [
             age(s.weight_version, s.weight_epoch, version, lives)
@@ -1151,7 +1150,7 @@ class _GroupReader:
             )
 
     def _penalty(self, sequence: TrainedSequence, sampling: Sampling, has_own: bool) -> float:
-        """Of the last answer: the sampled tokens behind the last one that was given."""
+        """Return the penalty of the last answer: the sampled tokens after the last masked one."""
         places = sequence.positions
         if not self.rules.lengths.penalises or has_own or not len(places):
             return 0.0

@@ -174,13 +174,11 @@ class HeldOut:
 
 
 class SampledBatches:
-    """What a training takes its batches from where sampler and trainer take turns; see
-    prefetch.Batches.
+    """Source of batches where sampler and trainer take turns; see prefetch.Batches.
 
-    Nobody needs to be told what became of a batch. Without staleness, each is sampled under the
-    weights that it is trained on with. With a staleness of K, the batch of version t is sampled
-    under version max(0, t - K), always and exactly: what an asynchronous run has by chance, at
-    will.
+    Acknowledgements go nowhere. Without staleness, each batch is sampled under the weights that it
+    is trained on with. With a staleness of K, the batch of version t is always sampled under
+    version max(0, t - K). An asynchronous run has such ages by chance.
 
         K = 2    trained at    0  1  2  3  4
                  sampled at    0  0  0  1  2

@@ -116,8 +116,8 @@ class PackedBin:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to train on: a bin for a rank that must take part in a pass
-        without work of its own.
+        """Return whether there is nothing to train on: a bin for a rank that must take part in a
+        pass without work of its own.
         """
         return len(self.targets) == 0
 
@@ -267,7 +267,7 @@ def prefix_tree(rows: Sequence[Tokens]) -> PrefixTree:
 
 
 def _common(one: Tokens, two: Tokens) -> int:
-    """How many tokens two sequences have in common at their beginning."""
+    """Count the tokens that two sequences have in common at their beginning."""
     shorter = min(len(one), len(two))
     different = np.flatnonzero(one[:shorter] != two[:shorter])
     return int(different[0]) if len(different) else shorter
@@ -497,7 +497,7 @@ def empty_bin() -> PackedBin:
 
 
 def _that_teach(rollouts: Sequence[_Rollout]) -> list[_Rollout]:
-    """Those with an advantage; if there is none, the shortest."""
+    """Return the rollouts with an advantage; if there is none, the shortest."""
     teaching = [rollout for rollout in rollouts if rollout.sequence["advantages"].any()]
     return teaching or [
         min(
@@ -608,9 +608,7 @@ def _fill_so_many(units: Sequence[_Unit], tokens_per_bin: int, count: int) -> li
 
 
 def _duration(bins: Sequence[_Bin], ranks: int) -> int:
-    """What the ranks spend together, as a cost: in each pass all wait for the one with the
-    costliest bin.
-    """
+    """Return the cost of all passes; in each pass the ranks wait for the costliest bin."""
     return sum(one.cost for one in bins[::ranks])
 
 

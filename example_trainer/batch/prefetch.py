@@ -163,8 +163,8 @@ _LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the thread made of a batch: this rank's bins on its device, or the reason why there are
-    none. `lease`, `queue_size` and `packed` are rank 0's alone.
+    """A batch that the thread has prepared: this rank's bins on its device, or the error. `lease`,
+    `queue_size` and `packed` are rank 0's alone.
     """
 
     lease: TrainedBatch | None = None
@@ -200,12 +200,12 @@ class Preparing:
 
     @property
     def ready(self) -> bool:
-        """Whether a batch is there."""
+        """Return whether a batch is there."""
         return self._prepared is not None
 
     @property
     def closed(self) -> bool:
-        """Whether nobody waits for batches any more."""
+        """Return whether nobody waits for batches any more."""
         return self._closed
 
     def want(self, version: int) -> None:
@@ -235,9 +235,7 @@ class Preparing:
             return prepared
 
     def waited(self) -> float:
-        """How long the trainer has been waiting, not how long the thread has: that may be as long
-        as a step takes.
-        """
+        """Return the seconds for which the trainer has waited. The thread may have waited longer."""
         with self._changed:
             if self._waiting_since is None:
                 return 0.0
@@ -340,7 +338,7 @@ class DeviceCopies:
 
 @dataclass(frozen=True)
 class Upkeep:
-    """What has to be looked after while training waits for a batch.
+    """Work that is done while training waits for a batch.
 
     Attributes:
         due: whether there is work; cheap, asked every few seconds.
@@ -475,7 +473,7 @@ class Batches:
 
     @property
     def owes(self) -> bool:
-        """Whether `release` has anything to tell, of skipped batches too.
+        """Return whether `release` has anything to tell, of skipped batches too.
 
         Not collective: of rank 0.
         """

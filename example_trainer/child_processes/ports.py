@@ -22,7 +22,7 @@ in between."""
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on this port, on every interface."""
+    """Return whether a server could listen on this port, on every interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

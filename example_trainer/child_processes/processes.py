@@ -145,7 +145,7 @@ class RunningProcess(ABC):
         return "".join(f"\n    {line}" for line in self.tail(lines))
 
     def is_missed(self) -> bool:
-        """Whether it is gone and should not be."""
+        """Return whether it is gone and should not be."""
         code = self.poll()
         return code is not None and not (self.may_finish and code == 0)
 

@@ -1,4 +1,4 @@
-"""How a training run becomes deterministic, and which servers it then trains with."""
+"""Settings of a deterministic training, and the check of its servers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def make_parity(
 def require_pairing(
     config: TrainerConfig, model: Decoder
 ) -> Callable[[str, dict[str, Any]], None] | None:
-    """What a server must pass that joins a training, for WeightBridge.require; None without
+    """Return the check that a joining server must pass, for WeightBridge.require; None without
     --deterministic.
     """
     if not config.deterministic:

@@ -218,8 +218,9 @@ class ParityCheck:
         }
 
     def report(self) -> dict[str, Any]:
-        """What the rollout service is told: how many tokens were compared, and how many differed,
-        in the step and in the whole run, and the first that did."""
+        """Return the counts for the rollout service: compared and different tokens of the step and
+        of the whole run, and the first difference.
+        """
         return {
             "parity": {
                 "weight_version": self._version,

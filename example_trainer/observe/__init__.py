@@ -1,1 +1,1 @@
-"""What a run says of itself: rows of figures, Prometheus, speed."""
+"""Figures of a run: rows, Prometheus, speed."""

@@ -92,7 +92,7 @@ def evaluation_line(evaluation: Evaluation) -> str:
 
 
 def scalars(evaluation: Evaluation) -> tuple[str, dict[str, float]]:
-    """What the axis of its weight version is called, and its numbers, by names for dashboards:
+    """Return the name of the axis of weight versions, and the numbers by names for dashboards:
     `eval/<name>/<metric>`.
     """
     prefix = f"{_OWN}{safe_name(evaluation.name)}/"

@@ -1,5 +1,5 @@
-"""How fast a step was, and how near to what its device can do. Pure arithmetic on sizes, times and
-names.
+"""Speed of a step, and its share of the device's rate; torch's profiler, and the history of a GPU's
+memory.
 
 What is counted is the arithmetic that the model asks for, as in appendix B of PaLM (Chowdhery et
 al., arXiv:2204.02311): a product with a matrix of P elements takes 2·P operations for each token
@@ -111,7 +111,7 @@ def step_flops(
 
 @dataclass(frozen=True)
 class Speed:
-    """What a trainer's steps are measured against.
+    """The rates that a trainer's steps are compared with.
 
     Attributes:
         geometry: of the model.
@@ -173,7 +173,7 @@ def make_speed(
     adapters: bool = False,
     reference: bool = False,
 ) -> Speed:
-    """What the steps of a model on devices like this one are measured against.
+    """Return the rates for the steps of a model on devices like this one.
 
     Args:
         ranks: how many devices there are.

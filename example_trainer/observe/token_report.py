@@ -1,5 +1,5 @@
-"""What a step computed for a few sequences, token by token, for whoever reads rollouts: it goes
-back with the acknowledgement.
+"""Logprobs, entropies and advantages of a few sequences of a step, sent back with the
+acknowledgement for the page of rollouts.
 
 It costs a step next to nothing. Sequences are chosen on the host before the first pass; what is
 told of them is copied to pinned memory behind the kernels that made it, and read when the step's
@@ -28,8 +28,9 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Copied:
-    """Of one sequence: how many tokens of it are trained, and [3, some] float32 on the host:
-    logprobs, entropies, advantages of the first of them."""
+    """Numbers of one sequence: the count of its trained tokens, and [3, some] float32 on the host:
+    logprobs, entropies, advantages of the first of them.
+    """
 
     place: Place
     trained: int
@@ -100,8 +101,7 @@ class TokenReport:
             begin += count
 
     def take(self) -> dict[str, Any] | None:
-        """What was collected since `begin`, as the rollout service is told it; None if that is
-        nothing.
+        """Return the report since `begin` for the rollout service; None if it is empty.
 
         `logprobs`, `entropies` and `advantages` are little-endian float32 in base64, for the first
         of the sequence's trained tokens; an advantage that is the same for all is a number.

@@ -41,8 +41,8 @@ MASTER_ADDR:MASTER_PORT.
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process as a rank, possibly as the only one. torchrun and
-    `launch.py` set LOCAL_RANK.
+    """Return whether a launcher started this process as a rank, possibly as the only one. torchrun
+    and `launch.py` set LOCAL_RANK.
     """
     return "LOCAL_RANK" in environment or environment.get("WORLD_SIZE", "1") != "1"
 

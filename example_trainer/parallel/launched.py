@@ -1,4 +1,4 @@
-"""What a process that this project's launcher started does first: it ends when the launcher ends.
+"""End this process when the launcher that started it ends.
 
 Standard library only, because it runs before the imports of a trainer, which take seconds.
 """

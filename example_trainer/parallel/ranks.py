@@ -71,7 +71,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     def broadcast(self, value: Any, what: str = "an object", timeout: float | None = None) -> Any:
@@ -163,7 +163,9 @@ class Ranks:
             raise self.lost(what, error) from error
 
     def lost(self, what: str, error: BaseException) -> RankError:
-        """What a broken or timed-out collective means: who failed and why, where that is known."""
+        """Return the error for a broken or timed-out collective: the rank that failed and its
+        reason, if they are known.
+        """
         reason = self.reason_of_another()
         if reason:
             return RankError(f"rank {self.rank} gave up {what}: {reason}")
@@ -237,7 +239,7 @@ class Ranks:
 
     @property
     def groups(self) -> int:
-        """How many `new_group` has made, which is the same on every rank."""
+        """The number of groups that `new_group` has made, the same on every rank."""
         return self._groups
 
     def new_group(self, name: str) -> Any:

@@ -84,7 +84,7 @@ class SameSampling:
 
 @dataclass(frozen=True)
 class Order:
-    """What all shards do together.
+    """Work that all shards do together.
 
     Attributes:
         weights: what is handed out.
@@ -145,7 +145,7 @@ class Handing:
         self._not_before = 0.0
 
     def due(self, held: Weights | None) -> Order | None:
-        """What is to be done now.
+        """Return the work that is due now.
 
         Args:
             held: what may be handed out; None if nothing may.

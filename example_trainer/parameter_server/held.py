@@ -51,8 +51,8 @@ def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
 def held_manifest(
     geometry: Geometry, dtype: torch.dtype, device: torch.device, rank: int = 0, size: int = 1
 ) -> Manifest:
-    """What shard `rank` of `size` holds: its rows of every parameter, none of some if there are
-    fewer than shards.
+    """Return the manifest of shard `rank` of `size`: its rows of every parameter. A parameter with
+    fewer rows than shards has none on some.
     """
     entries = []
     for spec in plan_shards(geometry, 0, 1):
@@ -92,7 +92,7 @@ class HeldCopy:
         self._sums = WeightSums(self.slices)
 
     def is_sound(self) -> bool:
-        """Whether it still holds what came: a pass over all of it."""
+        """Return whether it still holds what came: a pass over all of it."""
         return self._sums.all().checksum == self.checksum
 
 
@@ -183,7 +183,7 @@ class HeldWeights(WeightReceiver):
         self._lockstep_updater.receive_into(self._receiving, version)  # type: ignore[attr-defined]
 
     def lockstep_commit(self) -> Check:
-        """What came, as it was summed up when it came; nothing has to be copied."""
+        """Return the checksum that was computed on arrival; nothing has to be copied."""
         status = self._lockstep_updater.status
         return {
             "tp_rank": self._lockstep_rank,
@@ -192,14 +192,14 @@ class HeldWeights(WeightReceiver):
         }
 
     def lockstep_check(self) -> Check:
-        """Of the newest weights; nobody writes them."""
+        """Return the checksum of the newest weights."""
         checksum = "" if self._newest is None else self.copies[self._newest].checksum
         return {"tp_rank": self._lockstep_rank, "checksum": checksum, "not_finite": ""}
 
     # ---- what is handed out ----
 
     def held_accept(self, weight_epoch: int) -> None:
-        """What came is what the trainer sent, on every shard: it is the newest now."""
+        """Make the received weights the newest: every shard has what the trainer sent."""
         status, copy = self._lockstep_updater.status, self.copies[self._receiving]
         copy.version, copy.weight_epoch, copy.checksum = (
             status.version,
@@ -237,7 +237,7 @@ class HeldWeights(WeightReceiver):
             self.orders.put((epoch, version, everyone))
 
     def held_unpin(self) -> None:
-        """What was kept may be overwritten."""
+        """Let the pinned copy be overwritten."""
         self._pinned = None
 
     @property
@@ -276,7 +276,7 @@ def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def held_model(held: HeldWeights) -> nn.Module:
-    """What is sent from, to be pointed at a copy by `show`."""
+    """Return the module that is sent; `show` points it at a copy."""
     model = module_of(held.copies[0].tensors)
     model.shards = RowShards(held.manifest)  # type: ignore[assignment]
     return model

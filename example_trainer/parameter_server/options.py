@@ -132,12 +132,12 @@ class Share:
         self._places = {url: place % count for place, url in enumerate(named)}
 
     def has(self, url: str) -> bool:
-        """Whether a server is this one's: by its place in the list, and if it is not in the list by
-        its address.
+        """Return whether a server is this one's: by its place in the list, and if it is not in the
+        list by its address.
         """
         by_address = int.from_bytes(hashlib.sha256(url.encode()).digest()[:8], "big") % self._count
         return self._places.get(url, by_address) == self._number
 
     def named(self) -> list[str]:
-        """Those of the list."""
+        """The servers of the list that are this one's."""
         return [url for url in self._places if self.has(url)]

@@ -85,7 +85,7 @@ class StillEngine:
         """Nothing was paused."""
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """What the engine core's plugin adds: see verify_and_resume."""
+        """Call a method of the engine core's plugin; see verify_and_resume."""
         if method == CAN_VERIFY_AND_RESUME:
             return True
         core = SimpleNamespace(
@@ -195,7 +195,7 @@ class HeldController(BridgeController):
 
     @property
     def held(self) -> Weights | None:
-        """What may be handed out; None if nothing may."""
+        """The weights that may be handed out; None if none may."""
         state = self.state
         weights = Weights(state.weight_epoch, state.weight_version)
         return weights if state.healthy and state.updates else None
@@ -207,7 +207,7 @@ class HeldController(BridgeController):
         return await self.abort(epoch, reason)
 
     async def spoilt(self, reason: str) -> None:
-        """What is held is not what came: nothing is handed out until the trainer has pushed again."""
+        """Stop handing out weights whose checksum has changed, until the trainer has pushed again."""
         await super().quarantine(self.state.epoch, reason)
 
 
@@ -317,7 +317,7 @@ class ReceivingServer:
             ) from error
 
     def weights_served(self) -> dict[str, Any]:
-        """What GET /weights answers."""
+        """Return the answer of GET /weights."""
         bridge = self.bridge
         assert bridge is not None
         trouble = bridge.trouble()

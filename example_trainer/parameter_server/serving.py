@@ -103,7 +103,7 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
 def receiving_server(
     options: ParameterServerOptions, dtype: str, shards: Shards
 ) -> ReceivingServer:
-    """What the trainer speaks with."""
+    """Make the server that the trainer speaks with."""
     keys = tuple(filter(None, [revealed(options.vllm_api_key)]))
     return ReceivingServer(
         shards.call,

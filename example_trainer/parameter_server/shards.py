@@ -1,5 +1,5 @@
-"""How rank 0, which the trainer speaks with, asks the other shards: lines of JSON over connections
-that only they can open.
+"""Calls of rank 0 on the other shards: lines of JSON over connections that only the shards can
+open.
 
 Collectives would not do: the trainer asks at any time, also while the shards send to vLLM servers
 together.

@@ -123,7 +123,7 @@ def begin_process(config: TrainerConfig) -> Objective:
 
 
 class Observers:
-    """What records a rank's steps; the stack closes it."""
+    """The recorders of a rank's steps; the stack closes them."""
 
     def __init__(
         self,

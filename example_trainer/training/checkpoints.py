@@ -220,7 +220,7 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Whether this rank's part of it has ended, well or not."""
+        """Return whether this rank's part of it has ended, well or not."""
         return self._done.is_set()
 
     def moved(self) -> None:
@@ -565,12 +565,12 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether this rank is still busy with what was begun last."""
+        """Return whether this rank is still busy with what was begun last."""
         return self._save is not None and not self._save.done
 
     def written(self) -> bool:
-        """Whether the checkpoint that was begun last is complete on the disk. Collective; asks, and
-        does not wait.
+        """Return whether the checkpoint that was begun last is complete on the disk. Collective;
+        asks, and does not wait.
 
         Raises:
             CheckpointError: it could not be written whole, or another trainer has taken the run
@@ -716,8 +716,8 @@ class Checkpoints:
             self._swept = True
 
     def _remove_old(self) -> None:
-        """Of this run's own checkpoints alone: another run's state is all that it could be
-        continued from.
+        """Remove old checkpoints of this run. Another run's states stay: that run is continued from
+        them.
         """
         known = saved_steps(self.folder, self.prefix, skip_damaged=True, without_state=True)
         saved = [one for one in known if one.run.name == self.run.name]
@@ -789,7 +789,7 @@ class AdapterCheckpoints(Checkpoints):
 
 
 def checkpoint_prefix(config: TrainerConfig) -> str:
-    """What the names of this run's checkpoints begin with."""
+    """Return the beginning of the names of this run's checkpoints."""
     if config.lora:
         return ADAPTER_PREFIX
     return PREFIX

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceOptions(Protocol):
-    """What says which device is used; TrainerConfig has it."""
+    """Options of the device; TrainerConfig has them."""
 
     @property
     def device(self) -> str:
@@ -203,8 +203,8 @@ def fitted_to_model(config: TrainerConfig) -> TrainerConfig:
 
 
 def decoder_maker(config: TrainerConfig, ranks: Ranks, trained: bool = True) -> DecoderMaker:
-    """How this rank makes its part of a model: vLLM's shards for a single copy, else FSDP2's; all
-    of it without other ranks.
+    """Return the function that makes this rank's part of a model: vLLM's shards for a single copy,
+    else FSDP2's; the whole model without other ranks.
 
     Args:
         trained: see sharded_decoder.

@@ -1,4 +1,4 @@
-"""How many ranks a trainer has, decided before anything is loaded.
+"""The number of a trainer's ranks, decided before anything is loaded.
 
 A trainer that torchrun did not start uses every GPU that it sees: one rank for each, with FSDP2. A
 single copy has one rank for each of vLLM's, so the server is asked first. Some modes train in one
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a trainer starts.
+    """The ranks that a trainer starts.
 
     Attributes:
         count: ranks; 1 for a trainer that stays one process.

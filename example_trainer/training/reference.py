@@ -1,5 +1,5 @@
-"""How the reference's logprobs are computed: what a trainer tells reference workers of it, and what
-they do with a group.
+"""The reference's logprobs: settings that trainer and reference workers share, and the scoring of a
+group.
 
 A group's rows depend on the group alone: it is packed by itself, whatever else there is to do. So
 two workers that compute the same group answer the same, and a run does not depend on which of them
@@ -40,7 +40,7 @@ bounds it."""
 
 @dataclass(frozen=True)
 class ReferenceSettings:
-    """What decides the reference's logprobs of a group.
+    """Settings that decide the reference's logprobs of a group.
 
     Attributes:
         model: its name, as the options have it.
@@ -62,7 +62,7 @@ class ReferenceSettings:
 
     @classmethod
     def of(cls, config: TrainerConfig, model: Decoder) -> ReferenceSettings:
-        """Those of a trainer's options.
+        """Make the settings of a trainer's options.
 
         Args:
             model: that is trained, or the reference: their dtype, table and vocabulary are the

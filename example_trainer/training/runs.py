@@ -65,8 +65,8 @@ class Run:
         return replace(self, lives=(*self.lives[:-1], replace(self.lives[-1], epoch=epoch)))
 
     def holds(self, other: Run, step: int) -> bool:
-        """Whether the checkpoint of `step` that `other` saved is in this run's line: not left
-        behind by going back.
+        """Return whether the checkpoint of `step` that `other` saved is in this run's line: not
+        left behind by going back.
         """
         if other.name != self.name or other.epoch not in [life.epoch for life in self.lives]:
             return False
@@ -97,8 +97,8 @@ class Run:
 
 @dataclass(frozen=True)
 class SavedStep:
-    """What `trainer_state/trainer.json` of a checkpoint says; `trainer.json` beside the weights
-    once the state is removed.
+    """Content of a checkpoint's `trainer_state/trainer.json`, or of `trainer.json` beside the
+    weights once the state is removed.
 
     Attributes:
         batch: the last one in its weights.
@@ -182,8 +182,8 @@ def model_identity(name: str) -> str:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two identities name the same model: equal, or one is a folder with the other's last
-    name, which is none (now).
+    """Return whether two identities name the same model: equal, or one is a folder with the other's
+    last name, which is none (now).
     """
     if one == other or not one or not other:
         return True
@@ -204,13 +204,13 @@ def steps_in(folder: Path, prefix: str = PREFIX) -> dict[int, Path]:
 
 
 def has_state(checkpoint: Path) -> bool:
-    """Whether a checkpoint keeps its optimizer state, from which training goes on exactly."""
+    """Return whether a checkpoint keeps its optimizer state, from which training goes on exactly."""
     return (checkpoint / STATE_FOLDER / TRAINER_FILE).is_file()
 
 
 def has_record(checkpoint: Path) -> bool:
-    """Whether a checkpoint names its run and step: it keeps its optimizer state, or trainer.json
-    beside the weights.
+    """Return whether a checkpoint names its run and step: it keeps its optimizer state, or
+    trainer.json beside the weights.
     """
     return has_state(checkpoint) or (checkpoint / TRAINER_FILE).is_file()
 
@@ -332,7 +332,7 @@ def agreed_start(
     now_ms: int,
     prefix: str = PREFIX,
 ) -> Start:
-    """What `choose_start` finds on rank 0, on every rank. Collective."""
+    """Return the result of `choose_start` on rank 0, on every rank. Collective."""
 
     def choose() -> tuple[dict[str, Any], str | None]:
         start = choose_start(resume, folder, model_name, now_ms, prefix)
@@ -348,7 +348,7 @@ def agreed_start(
 def is_complete(
     resume: str | None, folder: Path, model_name: str, now_ms: int, prefix: str, training_steps: int
 ) -> bool:
-    """Whether the run to continue has taken all of `training_steps`. Logs nothing.
+    """Return whether the run to continue has taken all of `training_steps`. Logs nothing.
 
     The other arguments and the errors are those of choose_start.
     """

@@ -114,7 +114,8 @@ class SkippedBatches:
 
 
 def make_objective(config: TrainerConfig) -> Objective:
-    """What the options minimise. A loss of the user's is imported and tried here, and nowhere else.
+    """Make the function that the options minimise. A loss of the user's is imported and tried here,
+    and nowhere else.
 
     Raises:
         ConfigError: there is no such loss, or it is no function of the right kind.
@@ -142,7 +143,7 @@ def make_objective(config: TrainerConfig) -> Objective:
 
 @dataclass
 class _Known:
-    """What is worked out of a bin once and kept for the later updates of its batch.
+    """Results for a bin that are computed once and kept for the later updates of its batch.
 
     Attributes:
         sequence: [n] int64, which of its sequences each token is of.
@@ -323,8 +324,8 @@ class BatchGradients:
 
 
 def passes_ahead(objective: Objective, parity: ParityCheck | None = None) -> bool:
-    """Whether minibatches after the first are forwarded before the first update, for logprobs under
-    the weights until then.
+    """Return whether minibatches after the first are forwarded before the first update, for
+    logprobs under the weights until then.
     """
     return objective.correction.needs_proximal or parity is not None
 
@@ -527,7 +528,7 @@ def _update(
 
 
 def _attempt(work: Callable[[], StepReport]) -> tuple[StepReport | None, str | None]:
-    """What the work gave, or how it ran out of memory.
+    """Do the work, and return its result or the line of an out-of-memory error.
 
     The error is let go of here: its frames hold the batch's tensors.
     """
@@ -540,7 +541,7 @@ def _attempt(work: Callable[[], StepReport]) -> tuple[StepReport | None, str | N
 
 
 def _agree(ranks: Ranks, optimizer: MasterAdamW, told: str | None) -> str | None:
-    """What the first rank that ran out of memory says, on all of them; None if none did.
+    """Return the error of the first rank that ran out of memory, on all ranks; None if none did.
 
     Collective.
     """

@@ -73,8 +73,8 @@ def require_rollout_logprobs(config: TrainerConfig, figures: BatchFigures) -> No
 
 
 def uncorrected_note(config: TrainerConfig, figures: BatchFigures) -> str | None:
-    """What to say of a batch of which not all tokens came with their logprobs; None if nothing is
-    missed.
+    """Return the warning for a batch that has tokens without logprobs; None if there is nothing to
+    warn of.
     """
     missing = figures.forwarded_targets - figures.targets_with_logprobs
     if not missing or (config.correction == "none" and config.sequence_kl_limit is None):
@@ -137,11 +137,11 @@ class BatchSource(Protocol):
 
     @property
     def held(self) -> tuple[TrainedBatch, ...]:
-        """Those among them that are in the weights."""
+        """The held batches that are in the weights."""
 
     @property
     def owes(self) -> bool:
-        """Whether there are any, skipped ones included."""
+        """Return whether there are any, skipped ones included."""
 
     def end_run(self) -> None:
         """Report that the run has taken all its steps."""
