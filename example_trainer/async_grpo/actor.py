@@ -25,6 +25,7 @@ from example_trainer.child_processes.processes import (
     ManagedProcess,
     ProcessError,
     describe_exit,
+    file_size,
     first_error,
     http_probe,
     tail,
@@ -125,7 +126,9 @@ def problem(what: str, error: OSError | ProcessError, otherwise: str = WRITABLE)
     """
     if isinstance(error, ProcessError):
         return NodeProblem(f"{what}: {' '.join(str(error).split())}")
-    path = f" ({error.filename})" if error.filename and str(error.filename) not in what else ""
+    path = ""
+    if error.filename and str(error.filename) not in what:
+        path = f" ({error.filename})"
     remedy = REMEDIES.get(error.errno or 0, otherwise)
     return NodeProblem(f"{what}: {error.strerror or error}{path}; {remedy}")
 
@@ -214,13 +217,11 @@ def model_problem(model: str) -> str | None:
     """Why a model's folder cannot be loaded on this node; None if it can, or if it is a name of the
     Hub.
     """
-    path = Path(model) if Path(model).is_absolute() else ROOT / model
+    path = ROOT / model  # the model's own path if that is absolute
+    if (path / "config.json").is_file():
+        return None
     if path.is_dir():
-        return (
-            None
-            if (path / "config.json").is_file()
-            else f"model folder {path} has no config.json: copy the whole folder there"
-        )
+        return f"model folder {path} has no config.json: copy the whole folder there"
     if (
         model.startswith((".", "/", "~"))
         or model.count("/") != 1
@@ -271,11 +272,9 @@ class RoleProcess:
         if needs.model and (found := model_problem(needs.model)):
             problems.append(found)
         if needs.environment:
-            file = Path(environment_file(needs.environment))
-            if not (file if file.is_absolute() else ROOT / file).is_file():
-                problems.append(
-                    f"environment file {ROOT / file} is not there: copy it to this node"
-                )
+            file = ROOT / environment_file(needs.environment)
+            if not file.is_file():
+                problems.append(f"environment file {file} is not there: copy it to this node")
         try:
             (self._folder / "logs").mkdir(parents=True, exist_ok=True)
             marker = self._folder / ".run"
@@ -284,13 +283,16 @@ class RoleProcess:
             problems.append(
                 str(problem(f"the run's folder {self._folder} cannot be written", error))
             )
-        earlier = () if problems else writers(self.log)
+        earlier: tuple[int, ...] = ()
+        ports: tuple[int, ...] = ()
+        if not problems:
+            earlier = writers(self.log)
         if needs.end_earlier:
             for pid in earlier:
                 send(pid, signal.SIGKILL)
-        ports: tuple[int, ...] = ()
         try:
-            ports = ports if problems or earlier else self._reserve(needs.ports, needs.wanted)
+            if not problems and not earlier:
+                ports = self._reserve(needs.ports, needs.wanted)
         except (OSError, ProcessError) as error:
             problems.append(
                 str(
@@ -312,7 +314,9 @@ class RoleProcess:
         for port in wanted[:count]:
             while not (taken := ports.take(port)) and time.monotonic() < deadline:
                 time.sleep(0.2)
-            kept.append(port if taken else ports.pick())
+            if not taken:
+                port = ports.pick()
+            kept.append(port)
         return tuple(kept + [ports.pick() for _ in range(count - len(kept))])
 
     def start(self, launch: Launch, grace: float, may_finish: bool) -> int:
@@ -348,13 +352,13 @@ class RoleProcess:
         ]
         variables = {"PYTHONPATH": os.pathsep.join(paths), **launch.variables}
         log = self.log
-        if log.exists() and log.stat().st_size:
+        if file_size(log):
             with log.open("ab") as file:
                 file.write(
                     f"\n===== started again at {time.strftime('%Y-%m-%d %H:%M:%S')} =====\n".encode()
                 )
         self._answered = False
-        self._begun_at = log.stat().st_size if log.exists() else 0
+        self._begun_at = file_size(log)
         self._process = ManagedProcess(
             self._name, words, log, variables, ROOT, grace, may_finish, append=True
         )
@@ -390,9 +394,9 @@ class RoleProcess:
         if process is None:
             return Look(False, "not started", None, 0.0, "", b"", 0)
         code = process.poll()
-        missing = (
-            "" if code is not None or self._answered or not url else http_probe(url, 10.0)() or ""
-        )
+        missing = ""
+        if code is None and url and not self._answered:
+            missing = http_probe(url, 10.0)() or ""
         self._answered = self._answered or (code is None and not missing)
         lived = time.monotonic() - process.started
         log = b""
@@ -400,16 +404,21 @@ class RoleProcess:
             with self.log.open("rb") as file:
                 file.seek(offset)
                 log = file.read(LOG_BYTES)
-        said = "" if code is None else self._said(code, lived)
-        return Look(self._answered, missing, code, lived, said, log, process.guard.pid)
+        end = self._end(code, lived)
+        return Look(self._answered, missing, code, lived, end, log, process.guard.pid)
 
-    def _said(self, code: int, lived: float) -> str:
-        size = min(1 << 20, max(0, self.log.stat().st_size - self._begun_at))  # of this life alone
-        last = tail(self.log, 1, size=size)
-        cause = first_error(self.log, size=size) or (last[0] if last else "it wrote nothing")
-        cause = cause if code else (last[0] if last else "")
+    def _end(self, code: int | None, lived: float) -> str:
+        """Describe the end of the process in one line; empty while it runs."""
+        if code is None:
+            return ""
+        size = min(1 << 20, max(0, file_size(self.log) - self._begun_at))  # of this life alone
+        cause = "".join(tail(self.log, 1, size=size))
+        if code:
+            cause = first_error(self.log, size=size) or cause or "it wrote nothing"
         head = f"{describe_exit(code)} after {lived:.0f} s on {socket.gethostname()}"
-        return f"{head}: {cause}" if code <= 128 and cause else head
+        if code > 128 or not cause:
+            return head
+        return f"{head}: {cause}"
 
     def stop(self) -> int | None:
         """End the process with all that it started; returns its exit status, None if there was

@@ -307,8 +307,11 @@ class RayCluster:
         place = PlacementGroupSchedulingStrategy(
             self._groups[role.group], placement_group_bundle_index=role.bundle
         )
+        name = role.name
+        if life > 1:
+            name += f", life {life}"
         actor = self._keeper.options(
-            name=role.name if life == 1 else f"{role.name}, life {life}",
+            name=name,
             num_cpus=role.resources.get("CPU", 0),
             num_gpus=role.resources.get("GPU", 0),
             scheduling_strategy=place,

@@ -35,6 +35,7 @@ from example_trainer.async_grpo.roles import (
 from example_trainer.async_grpo.service import Fleet, Silences
 from example_trainer.async_grpo.settings import Settings
 from example_trainer.child_processes.files import write_whole
+from example_trainer.child_processes.processes import file_size
 from example_trainer.errors import TrainerError
 from example_trainer.observe.metrics import read_step_line
 
@@ -58,7 +59,7 @@ class StepFollower:
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        self._offset = log.stat().st_size if log.exists() else 0
+        self._offset = file_size(log)
         self._rest = b""
         self._last: int | None = None
         self._failed = False
@@ -258,7 +259,9 @@ class Driver:
 
     def _may_start(self, keeper: Keeper) -> bool:
         role = keeper.role
-        needed = role.needs if keeper.lives else (*role.needs, *role.wants)
+        needed = role.needs
+        if not keeper.lives:
+            needed += role.wants
         known = all(self.keepers[name].place is not None for name in role.knows)
         return known and all(self.keepers[name].state is State.UP for name in needed)
 
@@ -312,12 +315,8 @@ class Driver:
         launch = self._commands.launch(role, places, first=keeper.lives == 1)
         keeper.bound = self._bound(role)
         keeper.missing = ""
-        logger.info(
-            "[Async] %s on %s%s",
-            role.name,
-            host,
-            f" port {report.ports[0]}" if report.ports else "",
-        )
+        where = " port ".join([host, *map(str, report.ports[:1])])
+        logger.info("[Async] %s on %s", role.name, where)
         keeper.pending = keeper.seat.ask("start", launch, role.grace, role.may_finish)
         keeper.enter(State.LAUNCHING, now)
 
@@ -368,8 +367,9 @@ class Driver:
 
     def _look(self, keeper: Keeper) -> None:
         role = keeper.role
-        path = role.ready[0 if keeper.lives == 1 else 1]
-        url = keeper.place.url + path if path and keeper.place else ""
+        path, url = role.ready[min(keeper.lives, 2) - 1], ""
+        if path and keeper.place:
+            url = keeper.place.url + path
         assert keeper.seat is not None
         keeper.pending, keeper.asked = (
             keeper.seat.ask("look", url, keeper.log_offset),
@@ -394,7 +394,9 @@ class Driver:
         if look.ready and keeper.state is State.STARTING:
             keeper.enter(State.UP, now)
             self._silences.forget(role.name)
-            again = "" if keeper.lives == 1 else f" again, life {keeper.lives}"
+            again = ""
+            if keeper.lives > 1:
+                again = f" again, life {keeper.lives}"
             logger.info("[Async] %s runs%s after %.0f s", role.name, again, look.lived)
         # A process that listens nowhere has shown that it works when it has lived for a while.
         policy = keeper.row.policy
@@ -440,17 +442,16 @@ class Driver:
         if keeper.state is State.UP:
             return
         limit = self._settings.orchestration.start_seconds
-        asks = amounts(keeper.role.resources)
-        why = f"asks {asks}" if keeper.state is State.PLACING else keeper.missing or "no answer yet"
+        placing = keeper.state is State.PLACING
+        why = keeper.missing or "no answer yet"
+        if placing:
+            why = f"asks {amounts(keeper.role.resources)}"
         if now - keeper.since > limit:
-            there = "; ".join(
-                f"{node.name} has {amounts(node.free)} free" for node in self._cluster.nodes()
-            )
-            there = (
-                f"; the cluster: {there}"
-                if keeper.state is State.PLACING
-                else f"; log: {self._log(keeper)}"
-            )
+            there = f"; log: {self._log(keeper)}"
+            if placing:
+                nodes = self._cluster.nodes()
+                free = "; ".join(f"{node.name} has {amounts(node.free)} free" for node in nodes)
+                there = f"; the cluster: {free}"
             raise RunFailed(
                 f"{keeper.role.name} {keeper.state.value} for more than {limit:.0f} s: {why}{there}"
             )
@@ -462,7 +463,9 @@ class Driver:
             )
 
     def _host(self, keeper: Keeper) -> str:
-        node = keeper.node or (keeper.seat.node() if keeper.seat is not None else "")
+        node = keeper.node
+        if not node and keeper.seat is not None:
+            node = keeper.seat.node()
         return self._cluster.host(node)
 
     def _log(self, keeper: Keeper) -> str:
@@ -487,7 +490,8 @@ class Driver:
 
     def _silent(self, keeper: Keeper, why: str) -> None:
         now = self._clock()
-        keeper.silent_since = now if keeper.silent_since is None else keeper.silent_since
+        if keeper.silent_since is None:
+            keeper.silent_since = now
         if keeper.state is State.UP and now - keeper.silent_since < SILENT_SECONDS:
             self._look(keeper)
         else:
@@ -495,19 +499,20 @@ class Driver:
 
     def _lost(self, keeper: Keeper, why: str) -> None:
         now = self._clock()
-        where = "" if not keeper.node or self._cluster.lives(keeper.node) else "its node is lost: "
-        lived = now - keeper.since if keeper.state is State.UP else 0.0
-        self._again(keeper, Ended(None, lived, keeper.was_up), where + why, now)
+        lived = 0.0
+        if keeper.state is State.UP:
+            lived = now - keeper.since
+        if keeper.node and not self._cluster.lives(keeper.node):
+            why = f"its node is lost: {why}"
+        self._again(keeper, Ended(None, lived, keeper.was_up), why, now)
 
     def _again(self, keeper: Keeper, ended: Ended, why: str, now: float) -> None:
         delay = keeper.row.after(ended)
         name = keeper.role.name
         if delay is None:
-            how = (
-                "would do so again"
-                if keeper.row.count == 0
-                else f"failed {keeper.row.count} times in a row"
-            )
+            how = f"failed {keeper.row.count} times in a row"
+            if keeper.row.count == 0:
+                how = "would do so again"
             raise RunFailed(f"{name} {why}; it {how}")
         logger.warning("[Async] %s %s; it is started again in %.0f s", name, why, delay)
         self._give_up(keeper, now, delay)

@@ -133,7 +133,9 @@ def refusal(demands: Sequence[Demand], nodes: Sequence[Node]) -> str | None:
         for resource, amount in demand.total.items():
             whole[resource] = whole.get(resource, 0.0) + amount
     asked = " with ".join(f"{role} ({amounts(bundle)})" for role, bundle in first.bundles.items())
-    beside = f", after {len(placed)} of {len(demands)} groups have their places" if placed else ""
+    beside = ""
+    if placed:
+        beside = f", after {len(placed)} of {len(demands)} groups have their places"
     return (
         f"the cluster cannot place {first.name}: it asks {amounts(first.total)} on one node{beside}: {asked}; "
         f"the cluster: {there}; the run as a whole asks {amounts(whole)}: add nodes, or lower orchestration's numbers or …_cpus"
@@ -317,9 +319,9 @@ class Commands:
             **{name: self._keys[name] for name in NEEDED_KEYS[role.kind]},
             **made.get("variables", {}),
         }
-        stale = (
-            (f"{role.name}/vllm_bridge_config*.json",) if first and role.kind == "generator" else ()
-        )
+        stale: tuple[str, ...] = ()
+        if first and role.kind == "generator":
+            stale = (f"{role.name}/vllm_bridge_config*.json",)
         return Launch(tuple(made["arguments"]), variables, made.get("files", {}), stale)
 
     def _variables(self, role: Role, places: Mapping[str, Address]) -> dict[str, str | None]:
@@ -334,15 +336,13 @@ class Commands:
         if computes and gpus:
             found["OMP_NUM_THREADS"] = None  # Ray sets it by the CPUs that were asked for
         else:
-            asked = self._settings.orchestration
-            ranks = asked.trainer_ranks if role.kind == "trainer" else 1
-            several = computes and not asked.exact_resume
-            found["OMP_NUM_THREADS"] = (
-                str(math.ceil(role.resources.get("CPU", 1.0) / ranks) or 1) if several else "1"
-            )
-            found["OMP_WAIT_POLICY"] = (
-                "passive"  # a thread that waits must not keep others from the cores
-            )
+            asked, threads = self._settings.orchestration, 1
+            ranks = {"trainer": asked.trainer_ranks}.get(role.kind, 1)
+            if computes and not asked.exact_resume:
+                threads = math.ceil(role.resources.get("CPU", 1.0) / ranks) or 1
+            found["OMP_NUM_THREADS"] = str(threads)
+            # A thread that waits must not keep others from the cores.
+            found["OMP_WAIT_POLICY"] = "passive"
         if self._settings.logging.timeline:
             found["LOCKSTEP_TIMELINE"] = str(self._settings.folder / "logs")
         return found
@@ -380,7 +380,7 @@ class Commands:
             max_model_len=asked.max_model_length or None,
             max_num_seqs=(1 if one_by_one else asked.max_sequences) or None,
             no_enable_prefix_caching=one_by_one,
-            seed=None if asked.seed is None else asked.seed + number_of(role),
+            seed=self._seed(number_of(role)),
             colocate=bool(training.get("colocate")),
             deterministic=bool(training.get("deterministic")),
             enable_lora=lora,
@@ -389,14 +389,13 @@ class Commands:
             self._settings.model, here.ports[0], server_flags, python=PYTHON
         )
         variables = {
-            "VLLM_ENABLE_SHARED_WEIGHTS": "0" if lora else "1",
+            "VLLM_ENABLE_SHARED_WEIGHTS": str(int(not lora)),
             "LOGDIR": str(self._settings.folder / role.name),
         }
         return {"arguments": [*words, *asked.server_args], "variables": variables}
 
     def _environment(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         asked, server = self._settings.inference, role.bound[1]
-        seed = None if asked.seed is None else asked.seed + 1000 * role.bundle + number_of(role)
         words = commands.environment(
             asked.environment,
             places["service"].url,
@@ -406,8 +405,8 @@ class Commands:
                 "max_token_length": asked.max_response_tokens or None,
                 "max_batches_offpolicy": asked.max_batches_ahead,
                 "dataset_path": asked.dataset_path or None,
-                "seed": seed,
-                "exact_resume": True if self._settings.orchestration.exact_resume else None,
+                "seed": self._seed(1000 * role.bundle + number_of(role)),
+                "exact_resume": self._settings.orchestration.exact_resume or None,
             },
             python=PYTHON,
         )
@@ -424,6 +423,13 @@ class Commands:
             python=PYTHON,
         )
         return {"arguments": words}
+
+    def _seed(self, offset: int) -> int | None:
+        """The run's seed and an offset; None if the run has no seed."""
+        seed = self._settings.inference.seed
+        if seed is None:
+            return None
+        return seed + offset
 
     @property
     def _dtype(self) -> str:
@@ -482,8 +488,8 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def number_of(role: Role) -> int:
     """`generator-2` → 2, `environment-2-1` → 2, another → 1."""
-    numbers = [int(part) for part in role.name.split("-") if part.isdigit()]
-    return numbers[0] if numbers else 1
+    numbers = (int(part) for part in role.name.split("-") if part.isdigit())
+    return next(numbers, 1)
 
 
 def servers_in(places: Mapping[str, Address], kind: str = "generator-") -> list[str]:

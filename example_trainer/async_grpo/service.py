@@ -95,11 +95,9 @@ class Silences:
             return f"{text}; orchestration.silent_seconds is {limit:.0f}"
         if silent >= NAMED_SECONDS and now - keeper.told >= NAMED_SECONDS:
             keeper.told = now
-            then = (
-                f"after {limit:.0f} s it is ended and started again"
-                if limit
-                else "orchestration.silent_seconds is 0"
-            )
+            then = "orchestration.silent_seconds is 0"
+            if limit:
+                then = f"after {limit:.0f} s it is ended and started again"
             logger.warning("[Async] %s; %s", text, then)
         return ""
 
@@ -108,10 +106,13 @@ class Silences:
         stopped itself.
         """
         with self._lock:
-            for known in (self._active, self._called):
-                for name in [role] if role is not None else list(known):
-                    known.pop(name, None)
-            self._service_answers = 0 if role is None else self._service_answers
+            if role is not None:
+                self._active.pop(role, None)
+                self._called.pop(role, None)
+                return
+            self._active.clear()
+            self._called.clear()
+            self._service_answers = 0
 
     def seconds(self, role: str, since: float) -> float:
         """Return for how many seconds a role has been silent; 0 if nothing is known of it since
@@ -121,7 +122,9 @@ class Silences:
             active = self._active.get(role)
             if active is None and self._service_answers > 1:
                 active = self._called.get(role)
-        return 0.0 if active is None or active < since else self._clock() - active
+        if active is None or active < since:
+            return 0.0
+        return self._clock() - active
 
     def round(self, service: Address | None, servers: Mapping[str, str]) -> None:
         """Ask once.
@@ -133,9 +136,8 @@ class Silences:
         for role, url in servers.items():
             answered = answers(url)
             with self._lock:
-                self._active[role] = (
-                    self._clock() if answered else self._active.get(role, self._clock())
-                )
+                if answered or role not in self._active:
+                    self._active[role] = self._clock()
         stats = self._get(service, "/stats")
         called = {
             **calls(stats, "environments", "process", self._clock()),
@@ -170,11 +172,14 @@ def calls(answer: Any, rows: str, name: str, now: float) -> dict[str, float]:
 
     A role's earlier lives have rows of the same name: the newest counts.
     """
-    found: dict[str, float] = {}
-    for row in answer.get(rows) or () if isinstance(answer, dict) else ():
+    newest: dict[str, float] = {}
+    if not isinstance(answer, dict):
+        return newest
+    for row in answer.get(rows) or ():
         if isinstance(role := row.get(name), str):
-            found[role] = max(now - float(row["seconds_silent"]), found.get(role, -float("inf")))
-    return found
+            called = now - float(row["seconds_silent"])
+            newest[role] = max(called, newest.get(role, called))
+    return newest
 
 
 # Tells the trainer, by way of the rollout service, which vLLM servers this run has.

@@ -278,8 +278,9 @@ def inexact(settings: Settings) -> str | None:
         if training.get(name, value) not in (value, None):
             return f"needs training.{name} {value}, which is {training[name]}: leave it out"
     if asked.device == "gpu":
-        needs = "needs training.deterministic on GPUs: without it the same seed gives other tokens"
-        return None if training.get("deterministic") else needs
+        if training.get("deterministic"):
+            return None
+        return "needs training.deterministic on GPUs: without it the same seed gives other tokens"
     for name, given in (
         ("inference.max_sequences", sequences),
         ("training.num_threads", training.get("num_threads")),
@@ -291,8 +292,9 @@ def inexact(settings: Settings) -> str | None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean …?`, or what to look at."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]}?" if match else f"; there are {', '.join(sorted(known))}"
+    for match in difflib.get_close_matches(name, list(known), n=1, cutoff=0.5):
+        return f"; did you mean {match}?"
+    return f"; there are {', '.join(sorted(known))}"
 
 
 def check_keys(values: Mapping[str, Any], file: Path) -> None:
@@ -320,13 +322,12 @@ def check_keys(values: Mapping[str, Any], file: Path) -> None:
                     str(key), sections[name].model_fields, n=1, cutoff=0.5
                 )
                 elsewhere = [other for other, kind in sections.items() if key in kind.model_fields]
-                hint = (
-                    f"; did you mean {near[0]}?"
-                    if near
-                    else f"; see docs/async.md for the keys of {name}"
-                )
-                hint = f"; it belongs to {elsewhere[0]}" if elsewhere else hint
-                raise ConfigError(f"unknown key {key!r} under {name} in {file}{hint}")
+                hint = f"see docs/async.md for the keys of {name}"
+                if elsewhere:
+                    hint = f"it belongs to {elsewhere[0]}"
+                elif near:
+                    hint = f"did you mean {near[0]}?"
+                raise ConfigError(f"unknown key {key!r} under {name} in {file}; {hint}")
 
 
 def read_settings(file: Path) -> Settings:
@@ -403,9 +404,7 @@ def _one_line(error: ValidationError, file: Path) -> str:
     for item in error.errors():
         place = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
-        problems.append(
-            f"{place} in {file} {item['input']!r}: {message[0].lower()}{message[1:]}"
-            if place
-            else message
-        )
+        if place:
+            message = f"{place} in {file} {item['input']!r}: {message[0].lower()}{message[1:]}"
+        problems.append(message)
     return "; ".join(problems)

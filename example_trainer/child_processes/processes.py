@@ -60,6 +60,14 @@ def tail(path: Path, lines: int = 8, columns: int = 300, size: int = 64 * 1024) 
     return [line[:columns] for line in kept[-lines:]]
 
 
+def file_size(path: Path) -> int:
+    """Return the bytes of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 ERROR_LINE = re.compile(
     r"(?:^|[\]\s])((?:\w+\.)*\w*(?:Error|Exception)): \S|(?:^|\s)ERROR (?!\d\d-\d\d)"
 )
