@@ -321,8 +321,7 @@ class MetricsServer:
         self._step.set(step)
         self._at.set(time.time())
         for key, gauge in self._gauges.items():
-            value = row.get(key)
-            gauge.set(math.nan if value is None else value)
+            gauge.set(_number(row.get(key)))
         for key, counter in self._counters.items():
             counter.inc(row.get(key) or 0)
         for beginning, gauge in self._labelled.items():
@@ -336,8 +335,7 @@ class MetricsServer:
         name = safe_name(evaluation.name)
         for metric, value in evaluation.metrics.items():
             self._evaluation.labels(name, metric).set(value)
-        version = evaluation.weight_version
-        self._evaluated.labels(name).set(math.nan if version is None else version)
+        self._evaluated.labels(name).set(_number(evaluation.weight_version))
 
     def close(self) -> None:
         """Stop listening."""
@@ -346,10 +344,17 @@ class MetricsServer:
         self._thread.join(timeout=5)
 
 
+def _number(value: float | None) -> float:
+    """NaN for an unknown figure."""
+    return math.nan if value is None else value
+
+
 def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsServer | None:
     """The server for --metrics-port and --metrics-host; none for port 0.
 
     Raises:
         ConfigError: the port is taken, or the address is none of this machine.
     """
-    return MetricsServer(port, host) if port else None
+    if not port:
+        return None
+    return MetricsServer(port, host)

@@ -84,7 +84,7 @@ class EvaluationFile:
 
 def evaluation_line(evaluation: Evaluation) -> str:
     """One line for people: `Evaluation gsm8k_0 at version 12: eval/percent_correct 0.412 …`."""
-    version = "?" if evaluation.weight_version is None else evaluation.weight_version
+    version = _known(evaluation.weight_version, "d")
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in sorted(evaluation.metrics.items()))
     return " ".join(
         f"Evaluation {evaluation.name} at version {version}: {numbers or 'no numbers'}".splitlines()
@@ -164,40 +164,43 @@ def read_step_line(line: str) -> StepFigures | None:
 
 def step_line(step: int, steps: int, row: Row) -> str:
     """Write the figures of a step as one line for people: `Step 1/100  reward 0.500 …`."""
-    age = (
-        "age ?" if row["age_mean"] is None else f"age {row['age_mean']:.1f} (max {row['age_max']})"
-    )
+    age = "age ?"
+    if row["age_mean"] is not None:
+        age = f"age {row['age_mean']:.1f} (max {row['age_max']})"
     if row.get("uses_mean") is not None:
         age += f"  used before {row['uses_mean']:.2f}"
-    success = "" if row.get("success_rate") is None else f"  success {row['success_rate']:.3f}"
-    parity = older = ""
+    success = parity = older = turn = ""
+    if row.get("success_rate") is not None:
+        success = f"  success {row['success_rate']:.3f}"
     if "mismatched_tokens" in row:
         parity = f"  mismatched {row['mismatched_tokens']}/{row['compared_tokens']}  weights {row['weights_sha']}"
         older = (
             f"  kl of present weights {row['parity_kl']:.5f}"
             f"  older {row['older_tokens']}  kl of older {row['older_kl']:.5f}"
         )
-    turn = f"  turn {row['turn/seconds']:.2f} s" if "turn/seconds" in row else ""
+    if "turn/seconds" in row:
+        turn = f"  turn {row['turn/seconds']:.2f} s"
     perplexities = (
-        f"{_known(row, 'perplexity_rollout', '.4g')}/{_known(row, 'perplexity_trainer', '.4g')}"
+        f"{_known(row['perplexity_rollout'], '.4g')}/{_known(row['perplexity_trainer'], '.4g')}"
     )
     return (
         f"Step {step}/{steps}  reward {row['reward_mean']:.3f}{success}  loss {row['loss']:.4f}  "
-        f"kl {_known(row, 'kl', '.5f')}  "
+        f"kl {_known(row['kl'], '.5f')}  "
         f"entropy {row['entropy']:.3f}  clipped {row['clip_fraction']:.3f}  grad norm {row['grad_norm']:.3f}  "
         f"length {row['response_length_mean']:.1f}  {row['tokens_per_second']:.0f} tok/s  queue {row['queue_size']}  {age}  "
         f"wait {row['seconds_wait']:.2f} s  train {row['seconds_train']:.2f} s  sync {row['seconds_sync']:.2f} s"
         f"{turn}{parity}  "
         f"forwarded {row['forwarded_tokens_per_second']:.0f} tok/s  packed {row['packing_ratio']:.2f}  "
-        f"mfu {_known(row, 'mfu', '.3f')}  "
+        f"mfu {_known(row['mfu'], '.3f')}  "
         f"waiting {100 * row['waiting_share']:.0f} %  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB{older}  "
-        f"ratio p99 {_known(row, 'ratio_p99', '.3f')}  ess {_known(row, 'ess', '.3f')}  "
-        f"mismatch kl {_known(row, 'mismatch_kl', '.1e')}  ppl {perplexities}"
+        f"ratio p99 {_known(row['ratio_p99'], '.3f')}  ess {_known(row['ess'], '.3f')}  "
+        f"mismatch kl {_known(row['mismatch_kl'], '.1e')}  ppl {perplexities}"
     )
 
 
-def _known(row: Row, name: str, form: str) -> str:
-    return "?" if row[name] is None else format(row[name], form)
+def _known(value: float | None, form: str) -> str:
+    """Format a figure; `?` for an unknown one."""
+    return "?" if value is None else format(value, form)
 
 
 if TYPE_CHECKING:
@@ -235,7 +238,7 @@ class MetricsLog:
         exporter: MetricsServer | None = None,
     ) -> None:
         self._exporter = exporter
-        wandb_run = _start_wandb(wandb, config, folder) if wandb else None
+        wandb_run = wandb and _start_wandb(wandb, config, folder)
         path = folder / "metrics.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def peak_rate(device_name: str, dtype: torch.dtype) -> float | None:
         return None
     words = device_name.replace("-", " ").split()
     fitting = [name for name in _DENSE_BF16 if set(name.split()) <= set(words)]
-    return _DENSE_BF16[max(fitting, key=len)] if fitting else None
+    return _DENSE_BF16.get(max(fitting, key=len, default=""))
 
 
 def matrix_elements(geometry: Geometry) -> int:
@@ -142,15 +142,16 @@ class Speed:
             peak_memory: bytes, see peak_memory.
             epochs, ahead: see step_flops.
         """
+        scored = 0.0
+        if self.reference:
+            scored = 1 - figures.targets_with_reference / figures.forwarded_targets
         flops = step_flops(
             self.geometry,
             figures.forwarded_tokens,
             figures.forwarded_targets,
             figures.attended_pairs,
             self.adapter_elements,
-            1 - figures.targets_with_reference / figures.forwarded_targets
-            if self.reference
-            else 0.0,
+            scored,
             epochs,
             ahead,
         )
@@ -159,7 +160,7 @@ class Speed:
             "forwarded_tokens_per_second": epochs * figures.forwarded_tokens / computed,
             "packing_ratio": figures.forwarded_tokens / figures.sequence_tokens,
             "flops": flops,
-            "mfu": flops / computed / self.peak if self.peak else None,
+            "mfu": self.peak and flops / computed / self.peak,
             "peak_memory_bytes": peak_memory,
             "waiting_share": waited / sum(seconds),
         }
@@ -180,9 +181,12 @@ def make_speed(
         adapters: only parameters with requires_grad are trained.
         reference: see Speed.
     """
-    rate = peak_rate(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) if adapters else None
-    return Speed(model.geometry, rate * ranks if rate else None, trained, reference)
+    rate = trained = None
+    if device.type == "cuda":
+        rate = peak_rate(torch.cuda.get_device_name(device), dtype)
+    if adapters:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Speed(model.geometry, rate and rate * ranks, trained, reference)
 
 
 def peak_memory(device: torch.device) -> int:

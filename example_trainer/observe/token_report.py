@@ -71,11 +71,10 @@ class TokenReport:
         """
         self._version, self._copied, self._done = version, [], None
         trained: dict[Place, int] = {}
-        for one in bins if self._sequences else ():
-            for (group, sequence), count in zip(
-                one.orders.tolist(), one.counts.tolist(), strict=True
-            ):
-                trained[group, sequence] = count
+        if self._sequences:
+            for one in bins:
+                places = map(tuple, one.orders.tolist())
+                trained |= dict(zip(places, one.counts.tolist(), strict=True))
         self._room = chosen(trained, version, self._sequences, self._most_tokens)
 
     def add(self, bin: PackedBin, logprobs: Tensor, entropy: Tensor) -> None:

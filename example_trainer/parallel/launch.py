@@ -77,8 +77,9 @@ def meeting_place(environment: Mapping[str, str]) -> str:
 
 def meeting_host(environment: Mapping[str, str]) -> str:
     """Return the host of the store at which the ranks meet."""
-    place = environment.get(STORE_VARIABLE)
-    return place.rpartition(":")[0] if place else environment.get("MASTER_ADDR", LOOPBACK)
+    if STORE_VARIABLE in environment:
+        return environment[STORE_VARIABLE].rpartition(":")[0]
+    return environment.get("MASTER_ADDR", LOOPBACK)
 
 
 def meeting_store(environment: Mapping[str, str], limit: timedelta) -> dist.Store:
@@ -271,7 +272,9 @@ def launch(command: Sequence[str], count: int, stop: StopSignal) -> int:
                 logger.error("%s did not end in time: killing", _named(ranks.running))
                 break
         status = _status(ranks.ended, requested)
-        return 128 + signal.SIGKILL if ranks.running and not status else status
+        if ranks.running:
+            return status or 128 + signal.SIGKILL
+        return status
 
 
 def _patience(rank: int, code: int, count: int) -> float:
@@ -287,7 +290,7 @@ def _patience(rank: int, code: int, count: int) -> float:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _status(ended: Sequence[tuple[int, int]], requested: int) -> int:

@@ -132,15 +132,18 @@ class Ranks:
         Args:
             timeout: seconds that the others wait for the result; longer than `work` may take.
         """
-        outcome, error = _attempt(work) if self.is_main else (None, None)
-        result, described = self.broadcast(
-            [None if error else outcome, _describe(error)], what, timeout
-        )
+        outcome: Any = None
+        error: BaseException | None = None
+        if self.is_main:
+            outcome, error = _attempt(work)
+        result, described = self.broadcast([outcome, _describe(error)], what, timeout)
         if error is not None:
             raise error
         if described is not None:
             self._raise_first(what, [described])
-        whole: T = outcome if self.is_main else result  # type: ignore[assignment]
+        if not self.is_main:
+            outcome = result
+        whole: T = outcome
         return whole
 
     def _raise_first(self, what: str, outcomes: list[Any]) -> None:
@@ -151,9 +154,10 @@ class Ranks:
             rank, outcome = failed[0]
             if outcome["kind"] == "StopRequested":
                 raise StopRequested(outcome["number"])
-            kind = _kinds().get(outcome["kind"])
-            told = outcome["message"] if kind else f"{outcome['kind']}: {outcome['message']}"
-            raise (kind or RankError)(f"{what} failed on rank {rank}: {told}")
+            reason, kind = outcome["message"], _kinds().get(outcome["kind"], RankError)
+            if outcome["kind"] != kind.__name__:
+                reason = f"{outcome['kind']}: {reason}"
+            raise kind(f"{what} failed on rank {rank}: {reason}")
 
     def _exchange(self, what: str, start: Callable[[Any], Any]) -> None:
         assert self._control is not None
@@ -185,12 +189,10 @@ class Ranks:
         while self._store is not None:
             try:
                 if self._store.check([_FAILED]):
-                    told = json.loads(self._store.get(_FAILED))
-                    return (
-                        ""
-                        if told["rank"] == self.rank
-                        else f"rank {told['rank']} failed: {told['message']}"
-                    )
+                    failure = json.loads(self._store.get(_FAILED))
+                    if failure["rank"] == self.rank:
+                        return ""
+                    return f"rank {failure['rank']} failed: {failure['message']}"
             except RuntimeError:
                 return ""
             if time.monotonic() >= deadline:
@@ -298,7 +300,9 @@ class AgreedStop(StopSignal):
 
 def agreed_stop(own: StopSignal, ranks: Ranks) -> StopSignal:
     """`own`, agreed upon by all ranks if there are several."""
-    return own if ranks.world_size == 1 else AgreedStop(own, ranks)
+    if ranks.world_size == 1:
+        return own
+    return AgreedStop(own, ranks)
 
 
 @contextmanager
@@ -351,11 +355,10 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
         # A collective of tensors breaks with a bare RuntimeError when another rank has ended; a bug
         # raises one too.
         bare = isinstance(error, RuntimeError) and not isinstance(error, TrainerError)
-        reason = ranks.reason_of_another() if bare else ""
-        if isinstance(error, StopRequested) and (told := ranks.reason_of_another(seconds=0)):
-            logger.error(
-                "rank %d gave up: %s", rank, told
-            )  # the launcher stops the others when one has failed
+        reason = bare and ranks.reason_of_another()
+        if isinstance(error, StopRequested) and (cause := ranks.reason_of_another(seconds=0)):
+            # The launcher stops the others when one has failed.
+            logger.error("rank %d gave up: %s", rank, cause)
         ranks.announce_failure(error)
         _abort(device)
         if reason:
@@ -376,15 +379,16 @@ def _meet(
     """Form both process groups; return the store of the ranks, and the group for objects."""
     host, limit = meeting_host(os.environ), timedelta(seconds=timeout)
     store = meeting_store(os.environ, limit)
-    on_gpu = device.type == "cuda"
+    backend: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
+        backend = {"backend": "nccl", "device_id": device}
     with _gloo_on_loopback(host):
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
             store=dist.PrefixStore("trainer", store),
             rank=rank,
             world_size=world_size,
             timeout=limit,
-            device_id=device if on_gpu else None,
+            **backend,
         )
     return store, gloo_group(dist.PrefixStore("control", store), rank, world_size, host, timeout)
 
@@ -404,8 +408,8 @@ def first_line(error: BaseException) -> str:
     """The part of a torch error that a person wants to read: its first line, without the place in
     torch's own source.
     """
-    lines = str(error).strip().splitlines()
-    text = re.sub(r"^\[\S+\.(cc|cpp|hpp|h):\d+\]\s*", "", lines[0]) if lines else ""
+    line = str(error).strip().partition("\n")[0]
+    text = re.sub(r"^\[\S+\.(cc|cpp|hpp|h):\d+\]\s*", "", line)
     return text.partition(". This is typically")[0] or type(error).__name__
 
 

@@ -69,9 +69,9 @@ class TensorParallelShards(Shards):
         return local
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        return self.joined(
-            name, [local] if self._is_whole(name) else self.split.gather(local.contiguous())
-        )
+        if self._is_whole(name):
+            return local
+        return self.joined(name, self.split.gather(local.contiguous()))
 
     def local_shape(self, name: str, rank: int, block: int = 1) -> tuple[int, ...]:
         return _in_blocks(self._specs[rank][name].shape, block)
@@ -103,12 +103,8 @@ class TensorParallelShards(Shards):
         """
         small = [name for name in gradients if self._is_whole(name)]
         if small:
-            mine = [
-                gradients[n]
-                if self.kinds[n] == "partial" or self.split.rank == 0
-                else gradients[n] * 0
-                for n in small
-            ]
+            counted = [self.kinds[n] == "partial" or self.split.rank == 0 for n in small]
+            mine = [gradients[n] * count for n, count in zip(small, counted, strict=True)]
             total = self.split.total(torch.cat([gradient.reshape(-1) for gradient in mine]))
             for name, part in zip(
                 small, total.split([gradients[n].numel() for n in small]), strict=True
@@ -149,7 +145,9 @@ class TensorParallelShards(Shards):
         if len(set(starts)) == 1:
             return "partial" if partial else "equal"
         pieces = [piece for row in starts for piece in row]
-        return "split" if len(set(pieces)) == len(pieces) else "shared heads"
+        if len(set(pieces)) == len(pieces):
+            return "split"
+        return "shared heads"
 
 
 def split_decoder(
