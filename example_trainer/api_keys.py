@@ -21,14 +21,18 @@ def from_variable(option: str) -> Callable[[], SecretStr | None]:
 
     def read() -> SecretStr | None:
         value = os.environ.get(SECRETS[option])
-        return SecretStr(value) if value else None
+        if not value:
+            return None
+        return SecretStr(value)
 
     return read
 
 
 def revealed(secret: SecretStr | None) -> str | None:
     """Return the text of a secret option; None if it is not given or empty."""
-    return secret.get_secret_value() if secret else None
+    if not secret:
+        return None
+    return secret.get_secret_value()
 
 
 class ServerKeys:
@@ -68,11 +72,16 @@ class ServerKeys:
 
 def without_secrets(words: Sequence[str]) -> list[str]:
     """A command line in which the values of secret options are `…`."""
-    flags, shown, hide = {"--" + name.replace("_", "-") for name in SECRETS}, [], False
+    flags, shown, before = {"--" + name.replace("_", "-") for name in SECRETS}, [], ""
     for word in words:
         flag, equals, _ = word.partition("=")
-        shown.append("…" if hide else f"{flag}=…" if equals and flag in flags else word)
-        hide = word in flags
+        if before in flags:
+            shown.append("…")
+        elif equals and flag in flags:
+            shown.append(f"{flag}=…")
+        else:
+            shown.append(word)
+        before = word
     return shown
 
 

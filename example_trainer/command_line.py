@@ -70,8 +70,11 @@ def add_section(
 
 def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     """The arguments with which argparse reads and explains a field."""
-    default = f"${SECRETS[name]}" if name in SECRETS else field.get_default()
-    shown = "required" if field.is_required() else f"default: {default}"
+    shown = f"default: {field.get_default()}"
+    if name in SECRETS:
+        shown = f"default: ${SECRETS[name]}"
+    elif field.is_required():
+        shown = "required"
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
     options["help"] = f"{field.description} ({shown})".replace("%", "%%")
     if _is_switch(field.annotation):
@@ -99,8 +102,9 @@ def _metavar(annotation: Any) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]}?" if match else "; see --help"
+    for match in difflib.get_close_matches(name, known, n=1, cutoff=0.5):
+        return f"; did you mean {match}?"
+    return "; see --help"
 
 
 def parse_config(arguments: Sequence[str]) -> TrainerConfig:
@@ -113,8 +117,10 @@ def parse_config(arguments: Sequence[str]) -> TrainerConfig:
         SystemExit: --help was given.
     """
     flags = read_flags(_parser(), arguments)
-    file = flags.pop("config")
-    return checked_config((_read_options(file) if file else {}) | flags, flags, file)
+    file, values = flags.pop("config"), {}
+    if file:
+        values = _read_options(file)
+    return checked_config(values | flags, flags, file)
 
 
 def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
@@ -155,10 +161,11 @@ def checked_config(
     config = checked(TrainerConfig, values, flags, file)
     method = config.method
     if is_import(method.loss) or is_import(method.advantages):
-        make_importable([Path.cwd(), *([file.parent] if file else [])])
-    find_advantages(
-        method.advantages
-    )  # long before the first batch; the loss is tried when the objective is made of it
+        make_importable([Path.cwd()])
+        if file:
+            make_importable([file.parent])
+    # Long before the first batch; the loss is tried when the objective is made of it.
+    find_advantages(method.advantages)
     return config
 
 
@@ -239,10 +246,13 @@ def _one_line(error: ValidationError, from_flags: set[str], file: Path | None) -
             problems.append(message)
             continue
         name = str(item["loc"][0])
-        source = flag_of(name) if name in from_flags or file is None else f"{name} in {file}"
         if item["type"] == "missing":
             problems.append(f"{flag_of(name)} is required")
-        else:
-            shown = "" if name in SECRETS or "--api-key" in message else f" {item['input']!r}"
-            problems.append(f"{source}{shown}: {message[0].lower()}{message[1:]}")
+            continue
+        source = flag_of(name)
+        if file is not None and name not in from_flags:
+            source = f"{name} in {file}"
+        if name not in SECRETS and "--api-key" not in message:
+            source += f" {item['input']!r}"
+        problems.append(f"{source}: {message[0].lower()}{message[1:]}")
     return "; ".join(problems)

@@ -93,26 +93,33 @@ class _Formatter(logging.Formatter):
 
     def __init__(self, rank: str = "0") -> None:
         super().__init__()
-        self._prefix = "" if rank == "0" else f"[rank {rank}] "
+        self._prefix = f"[rank {rank}] " * (rank != "0")
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{self.formatTime(record, '%H:%M:%S')} {self._prefix}{record.getMessage()}"
-        line = line if record.levelno == logging.INFO else f"{record.levelname} {line}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if record.levelno != logging.INFO:
+            line = f"{record.levelname} {line}"
+        if record.exc_info:
+            line += f"\n{self.formatException(record.exc_info)}"
+        return line
 
 
 def log_to_stdout() -> None:
     """Send this project's log lines to standard output, and other libraries' warnings. Of several
     ranks, rank 0 logs everything, and the others log warnings and errors only.
     """
-    rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
+    rank, level = "0", logging.INFO
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        level = logging.WARNING
     handler = LogLines(sys.stdout)
     handler.setFormatter(_Formatter(rank))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
     for package in ("example_trainer", "vllm_patching"):
-        logging.getLogger(package).setLevel(logging.INFO if rank == "0" else logging.WARNING)
+        logging.getLogger(package).setLevel(level)
 
 
 def _report_thread(ended: threading.ExceptHookArgs) -> None:
@@ -120,13 +127,12 @@ def _report_thread(ended: threading.ExceptHookArgs) -> None:
 
     Threads of other libraries, such as TensorBoard's, write files too.
     """
-    line = None if ended.exc_value is None else disk_refusal(ended.exc_value)
-    if line is None:
+    line = ended.exc_value and disk_refusal(ended.exc_value)
+    if not line:
         threading.__excepthook__(ended)
-    else:
-        logger.error(
-            "A thread has ended (%s): %s", ended.thread.name if ended.thread else "?", line
-        )
+        return
+    name = getattr(ended.thread, "name", "?")
+    logger.error("A thread has ended (%s): %s", name, line)
 
 
 def run(main: Callable[[StopSignal], int | None]) -> int:

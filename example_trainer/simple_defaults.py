@@ -98,11 +98,9 @@ def choose_run(options: argparse.Namespace) -> str | None:
     if reason is None:
         fill(options, GUIDE_RUN)
         return None
-    kernels = (
-        ""
-        if options.batch_invariant
-        else " with ordinary kernels, whose bits differ between vLLM and trainer"
-    )
+    kernels = ""
+    if not options.batch_invariant:
+        kernels = " with ordinary kernels, whose bits differ between vLLM and trainer"
     if chosen:
         return f"Training{kernels}: {reason}"
     return (
@@ -114,7 +112,9 @@ def choose_run(options: argparse.Namespace) -> str | None:
 def _without_gpu(options: argparse.Namespace) -> str | None:
     if on_gpu(options):
         return None
-    return "--device is cpu" if options.device == "cpu" else "there is no GPU here"
+    if options.device == "cpu":
+        return "--device is cpu"
+    return "there is no GPU here"
 
 
 def _obstacle(options: argparse.Namespace) -> str | None:

@@ -119,7 +119,9 @@ class VLLMClient:
         except httpx.HTTPError as error:
             logger.debug("no answer to %s%s: %s", self.url, path, error)
             return None
-        return _json_object(response) if response.status_code == 200 else None
+        if response.status_code != 200:
+            return None
+        return _json_object(response)
 
     def why_not_serving(self) -> str:
         """Return the address of a server that cannot be sampled from now, and the reason in
@@ -127,13 +129,14 @@ class VLLMClient:
         """
         weights = self.look("/weights")
         if weights is None:  # away, or a server of another project
-            missing = self.missing("/health")
-            return "" if missing is None else f"{self.url} ({missing})"
-        return (
-            ""
-            if weights.get("serving", True)
-            else f"{self.url} ({weights.get('trouble') or 'does not serve'})"
-        )
+            reason = self.missing("/health")
+        elif weights.get("serving", True):
+            reason = None
+        else:
+            reason = weights.get("trouble") or "does not serve"
+        if reason is None:
+            return ""
+        return f"{self.url} ({reason})"
 
     def watch(self, path: str, owed: str, seconds: float = QUICK_SECONDS) -> dict[str, Any] | None:
         """As `look`; says in the log, once, that a server is away, and what it will get (`owed`)
@@ -164,7 +167,9 @@ class VLLMClient:
             status = self._http.get(path, timeout=QUICK_SECONDS).status_code
         except httpx.TransportError as error:
             return f"{path}: {_first_words(error)}"
-        return None if status == 200 else f"{path} answers {status}"
+        if status == 200:
+            return None
+        return f"{path} answers {status}"
 
     def wait_for(self, path: str, feature: str, start: str, instead: str = "") -> dict[str, Any]:
         """GET `path` from a server that may still be loading (503), or not be there yet.
@@ -234,8 +239,6 @@ def _reason(response: httpx.Response) -> str:
         body = response.json()
     except ValueError:
         return f"{response.status_code} {response.text[:200]}"
-    return (
-        str(body.get("error") or body.get("detail") or body)
-        if isinstance(body, dict)
-        else str(body)
-    )
+    if isinstance(body, dict):
+        body = body.get("error") or body.get("detail") or body
+    return str(body)

@@ -97,6 +97,11 @@ def send(pid: int, number: signal.Signals) -> None:
         return
 
 
+def exit_status(code: int) -> int:
+    """Return an exit status as shells give it: 128 + n for signal n, which Python gives as -n."""
+    return code if code >= 0 else 128 - code
+
+
 class Guard:
     """One command and everything that it starts.
 
@@ -166,8 +171,7 @@ class Guard:
             if pid == 0:
                 return
             if pid == self.child:
-                code = os.waitstatus_to_exitcode(status)
-                self.status = code if code >= 0 else 128 - code
+                self.status = exit_status(os.waitstatus_to_exitcode(status))
 
     def pause(self) -> bool:
         """Wait until something happens; True if it is that the control pipe closed."""
@@ -188,7 +192,9 @@ class Guard:
             send(self.child, signal.SIGCONT)  # a stopped process gets no signal before
             self.wait_for(lambda: self.status is not None, self.grace)
         self.sweep()
-        return self.status if self.status is not None else 128 + signal.SIGKILL
+        if self.status is None:
+            return 128 + signal.SIGKILL
+        return self.status
 
     def wait_for(self, done: Callable[[], bool], seconds: float) -> bool:
         """Reap until `done()`; False if that took longer than so many seconds."""

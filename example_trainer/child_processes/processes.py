@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from example_trainer.child_processes.guard import descendants, send
+from example_trainer.child_processes.guard import descendants, exit_status, send
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,9 @@ def first_error(
             found and "ulimit -n" not in line
         ):  # vLLM's advice at every start, which quotes an error that did not happen
             line = line[max(0, found.start()) :].strip().lstrip("] ")
-            return None if line in since_last else line
+            if line not in since_last:
+                return line
+            break
     return None
 
 
@@ -104,7 +106,7 @@ def describe_exit(code: int) -> str:
     if code > 128:
         with suppress(ValueError):
             name = signal.Signals(code - 128).name
-            return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+            return f"was killed by {name}" + " (out of memory?)" * (name == "SIGKILL")
     return f"exited with code {code}"
 
 
@@ -159,8 +161,9 @@ class RunningProcess(ABC):
 
     def died(self) -> ProcessDied:
         """The error that tells of its end: name, exit status, log path, last lines."""
-        code = self.poll()
-        how = "is still running" if code is None else describe_exit(code)
+        code, how = self.poll(), "is still running"
+        if code is not None:
+            how = describe_exit(code)
         head = (
             f"{self.name} {how} after {time.monotonic() - self.started:.0f} s; log: {self.log_path}"
         )
@@ -291,7 +294,9 @@ class ManagedProcess(RunningProcess):
             log: file descriptor of its output.
             variables, directory: see the function.
         """
-        ours, theirs = (subprocess.PIPE,) * 2 if self.pipes else (subprocess.DEVNULL, log)
+        ours, theirs = subprocess.DEVNULL, log
+        if self.pipes:
+            ours = theirs = subprocess.PIPE
         return start_guard(
             control, self.grace, self.command, variables, directory, ours, theirs, log
         )
@@ -302,7 +307,9 @@ class ManagedProcess(RunningProcess):
 
     def poll(self) -> int | None:
         code = self.guard.poll()
-        return None if code is None else (code if code >= 0 else 128 - code)
+        if code is None:
+            return None
+        return exit_status(code)
 
     def command_pid(self) -> int:
         """Process id of the command itself, for who wants to signal it.

@@ -29,13 +29,16 @@ def flag_value(words: Sequence[str], *names: str) -> str | None:
 
     A flag at the end without a value has an empty one.
     """
-    found = None
-    for at, word in enumerate(words):
+    last = None
+    for word, following in zip(words, (*words[1:], ""), strict=True):
         flag, equals, value = word.partition("=")
-        flag = "--" + flag[2:].replace("_", "-") if flag.startswith("--") else flag
+        if flag.startswith("--"):
+            flag = "--" + flag[2:].replace("_", "-")
         if flag in names:
-            found = value if equals else (*words[at + 1 : at + 2], "")[0]
-    return found
+            last = value
+            if not equals:
+                last = following
+    return last
 
 
 def degrees(words: Sequence[str]) -> Degrees:

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from example_trainer.child_processes.guard import exit_status
 from example_trainer.child_processes.processes import describe_exit
 from example_trainer.errors import ConfigError
 from example_trainer.parallel.launched import LAUNCHER_VARIABLE
@@ -167,7 +168,7 @@ class RankProcesses:
             code = process.poll()
             if code is not None:
                 del self._running[rank]
-                self.ended.append((rank, code if code >= 0 else 128 - code))
+                self.ended.append((rank, exit_status(code)))
             else:
                 self._caught[rank] |= caught_signals(process.pid)
 

@@ -173,12 +173,16 @@ class HeldWeights(WeightReceiver):
         newest. While an older one is being sent, the newest gives way: its successor is coming, and
         whoever sends is not to be waited for.
         """
-        taken = self._pinned if self._pinned is not None else self._newest
-        self._receiving = 1 - taken if taken is not None else 0
-        if self._newest == self._receiving:
-            self._newest = (
-                taken if taken is not None and self.copies[taken].version is not None else None
-            )
+        kept = self._pinned
+        if kept is None:
+            kept = self._newest
+        self._receiving = 0
+        if kept is not None:
+            self._receiving = 1 - kept
+            if self._newest == self._receiving:
+                self._newest = kept
+                if self.copies[kept].version is None:
+                    self._newest = None
         self.copies[self._receiving].version = None
         self._lockstep_updater.receive_into(self._receiving, version)  # type: ignore[attr-defined]
 
@@ -193,7 +197,7 @@ class HeldWeights(WeightReceiver):
 
     def lockstep_check(self) -> Check:
         """Return the checksum of the newest weights."""
-        checksum = "" if self._newest is None else self.copies[self._newest].checksum
+        checksum = self.held_newest()["checksum"]
         return {"tp_rank": self._lockstep_rank, "checksum": checksum, "not_finite": ""}
 
     # ---- what is handed out ----
@@ -229,7 +233,7 @@ class HeldWeights(WeightReceiver):
         Answers their version, None if there are none.
         """
         self._pinned = self._newest
-        return {"version": None if self._pinned is None else self.copies[self._pinned].version}
+        return self.held_newest()
 
     def held_order(self, epoch: int, version: int, everyone: bool) -> None:
         """Have the main thread of this shard hand out what is pinned, together with the others'."""

@@ -166,7 +166,9 @@ class HeldController(BridgeController):
     ) -> dict[str, Any]:
         """See BridgeController.init."""
         if mode != "broadcast" or transfer == "direct":
-            asked = mode if mode != "broadcast" else f"--weight-transfer {transfer}"
+            asked = mode
+            if mode == "broadcast":
+                asked = f"--weight-transfer {transfer}"
             raise BridgeRefusal(
                 422, f"this is a parameter server, which receives a broadcast beside what it holds, and not {asked}; start the "
                 "trainer with --weight-bridge-mode parameter_server"
@@ -197,8 +199,9 @@ class HeldController(BridgeController):
     def held(self) -> Weights | None:
         """The weights that may be handed out; None if none may."""
         state = self.state
-        weights = Weights(state.weight_epoch, state.weight_version)
-        return weights if state.healthy and state.updates else None
+        if not state.healthy or not state.updates:
+            return None
+        return Weights(state.weight_epoch, state.weight_version)
 
     async def quarantine(self, epoch: int, reason: str) -> dict[str, Any]:
         """The trainer goes on without this parameter server, whose push failed or is late. What it
@@ -386,10 +389,9 @@ class ReceivingServer:
 
         @router.get("/health")
         async def health() -> JSONResponse:
-            trouble = self.weights_served()["trouble"]
-            return JSONResponse(
-                {"error": trouble} if trouble else {"status": "ok"}, 503 if trouble else 200
-            )
+            if trouble := self.weights_served()["trouble"]:
+                return JSONResponse({"error": trouble}, 503)
+            return JSONResponse({"status": "ok"})
 
         @router.get("/metrics")
         async def metrics() -> Response:
@@ -401,11 +403,9 @@ class ReceivingServer:
 
         @router.get("/sampling")
         async def sampling() -> JSONResponse:
-            mode = self.sampling()
-            return JSONResponse(
-                {"logprobs_mode": mode} if mode else {"error": "no vLLM server is known"},
-                200 if mode else 503,
-            )
+            if mode := self.sampling():
+                return JSONResponse({"logprobs_mode": mode})
+            return JSONResponse({"error": "no vLLM server is known"}, 503)
 
         app.include_router(router)
         bridge = self.bridge

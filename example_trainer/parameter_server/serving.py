@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import queue
+from collections.abc import Sequence
 
 import torch
 
@@ -47,10 +48,10 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
         HeldMemoryShortage: the copies do not fit.
         TrainerError: as its message says.
     """
-    for name in ("vllm.lockstep",):
-        logging.getLogger(name).setLevel(
-            logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-        )
+    level = logging.INFO
+    if os.environ.get("RANK", "0") != "0":
+        level = logging.WARNING
+    logging.getLogger("vllm.lockstep").setLevel(level)
     device = choose_device(options)
     folder = find_checkpoint(options.model_name)
     geometry, _ = read_geometry(folder)
@@ -59,11 +60,12 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
             f"--model-name {options.model_name} is a {geometry.architecture}, and a parameter server holds models with a "
             f"decoder of the trainer's own ({', '.join(FAMILIES)}); send the weights without one"
         )
-    wanted = options.dtype
-    if wanted == "auto":
-        dtype = checkpoint_dtype(folder) if torch.cuda.is_available() else torch.float32
+    if options.dtype != "auto":
+        dtype = getattr(torch, options.dtype)
+    elif torch.cuda.is_available():
+        dtype = checkpoint_dtype(folder)
     else:
-        dtype = getattr(torch, wanted)
+        dtype = torch.float32
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join_ranks(options.rank_timeout, device))
         manifests = tuple(
@@ -73,7 +75,7 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
         require_room(options.model_name, manifests, ranks, dtype, device)
         held = HeldWeights(geometry, dtype, device, ranks.rank, ranks.world_size)
         shards = Shards(held, ranks)
-        server = receiving_server(options, wanted, shards) if ranks.is_main else None
+        server = receiving_server(options, shards) if ranks.is_main else None
         if server is not None:
             server.start()
             stack.callback(server.stop)
@@ -100,15 +102,13 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
                 stop.check()
 
 
-def receiving_server(
-    options: ParameterServerOptions, dtype: str, shards: Shards
-) -> ReceivingServer:
+def receiving_server(options: ParameterServerOptions, shards: Shards) -> ReceivingServer:
     """Make the server that the trainer speaks with."""
     keys = tuple(filter(None, [revealed(options.vllm_api_key)]))
     return ReceivingServer(
         shards.call,
         options.model_name,
-        dtype,
+        options.dtype,
         options.bridge_timeout,
         options.log_dir / f"parameter_server-{options.port}",
         options.address,
@@ -159,21 +159,18 @@ def require_room(
     Raises:
         HeldMemoryShortage: names bytes needed and free.
     """
-    here = (
-        [manifests[ranks.rank]] if device.type == "cuda" else list(manifests)
-    )  # shards on CPUs share this machine's memory
+    here: Sequence[Manifest] = manifests  # shards on CPUs share this machine's memory
+    process_bytes, free = PROCESS_BYTES, free_host_memory()[0]
+    remedy = "use a machine with more memory, or several with torchrun"
+    if device.type == "cuda":
+        here, process_bytes = [manifests[ranks.rank]], 0
+        free = torch.cuda.mem_get_info(device)[0]
+        remedy = "give more --shards (each on a GPU of its own), or a smaller model"
     copies = COPIES * sum(flat_layout(manifest)[1] for manifest in here)
-    sending = buffer_bytes(
-        manifests, ranks.world_size, dtype, packs=True
-    ).total  # however they travel
-    needed = copies + len(here) * (2 * sending + (PROCESS_BYTES if device.type == "cpu" else 0))
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()[0]
+    # However they travel.
+    sending = buffer_bytes(manifests, ranks.world_size, dtype, packs=True).total
+    needed = copies + len(here) * (2 * sending + process_bytes)
     if needed > free:
-        remedy = (
-            "give more --shards (each on a GPU of its own), or a smaller model"
-            if device.type == "cuda"
-            else "use a machine with more memory, or several with torchrun"
-        )
         raise HeldMemoryShortage(
             f"a parameter server of {model} needs {needed / 2**30:.2f} GiB on {device} ({COPIES} copies "
             f"of {copies / COPIES / 2**30:.2f} GiB, and buffers); {free / 2**30:.2f} GiB are free; {remedy}"

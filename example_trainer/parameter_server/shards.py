@@ -141,7 +141,8 @@ class Shards:
             except (OSError, ValueError) as error:
                 raise self._lost(rank, method, error) from error
             answers.append(told.get("answer"))
-            errors += [f"shard {rank}: {told['error']}"] if "error" in told else []
+            if "error" in told:
+                errors.append(f"shard {rank}: {told['error']}")
         if failed is not None:
             raise failed
         if errors:
@@ -156,10 +157,9 @@ class Shards:
             )
 
     def _lost(self, rank: int, method: str, error: Exception) -> RuntimeError:
-        silent = isinstance(error, TimeoutError)
-        self._ended = f"shard {rank} " + (
-            f"did not answer {method} within {ANSWER_SECONDS:g} s" if silent else "has ended"
-        )
+        self._ended = f"shard {rank} has ended"
+        if isinstance(error, TimeoutError):
+            self._ended = f"shard {rank} did not answer {method} within {ANSWER_SECONDS:g} s"
         return RuntimeError(self._ended)
 
     def _answer(self, wire: Wire) -> None:
@@ -191,11 +191,9 @@ def meet(listening: socket.socket, place: str, key: str, ranks: Ranks) -> list[W
     deadline = time.monotonic() + ranks.timeout
     came: dict[int, Wire] = {}
     while missing := [rank for rank in range(1, ranks.world_size) if rank not in came]:
-        who = (
-            f"shard {missing[0]} of {ranks.world_size}"
-            if len(missing) == 1
-            else f"shards {missing} of {ranks.world_size}"
-        )
+        who = f"shards {missing} of {ranks.world_size}"
+        if len(missing) == 1:
+            who = f"shard {missing[0]} of {ranks.world_size}"
         left = deadline - time.monotonic()
         listening.settimeout(
             min(max(left, 0.01), LOOK_SECONDS)
