@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,12 +56,11 @@ def flag_of(field: str) -> str:
 
 def split_commas(value: Any) -> Any:
     """`"a,b"` and `["a,b", "c"]` as lists of names; anything else as it is."""
-    parts = value.split(",") if isinstance(value, str) else value
-    return (
-        [name for part in parts for name in str(part).split(",") if name]
-        if isinstance(parts, list)
-        else parts
-    )
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [name for part in value for name in str(part).split(",") if name]
 
 
 # What is trained, and how it is laid out over ranks.
@@ -382,7 +382,9 @@ class AlgorithmOptions(Section):
     def clip_high(self) -> float:
         """The highest rise of the ratio."""
         method = self.method
-        return method.clip_eps if method.clip_eps_high is None else method.clip_eps_high
+        if method.clip_eps_high is None:
+            return method.clip_eps
+        return method.clip_eps_high
 
     @model_validator(mode="after")
     def _choices_agree(self) -> AlgorithmOptions:
@@ -774,159 +776,152 @@ class TrainerConfig(
 
     @model_validator(mode="after")
     def _options_agree(self) -> TrainerConfig:
-        one_copy = "--colocate" if self.colocate else "--single-copy"
-        if self.use_shared_memory and self.single_copy:
-            raise ValueError(
-                f"--use-shared-memory and {one_copy} exclude each other; give one, or neither to let GPUs decide"
-            )
-        if (
-            self.use_shared_memory or self.single_copy
-        ) and self.weight_bridge_mode != "shared_vllm":
-            flag = one_copy if self.single_copy else "--use-shared-memory"
-            raise ValueError(
-                f"{flag} needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}"
-            )
-        if self.single_copy and self.several_updates:
-            raise ValueError(
-                f"{one_copy} and --ppo-epochs {self.ppo_epochs} with --minibatches {self.minibatches} exclude each other: "
-                "between the updates of a batch the trainer's parameters change, and vLLM would sample from them; give "
-                "--use-shared-memory (broadcast), or one of each"
-            )
-        if self.lora is not None and self.lora.dropout and self.several_updates:
-            raise ValueError(
-                f"--lora-dropout {self.lora.dropout:g} and --ppo-epochs {self.ppo_epochs} with --minibatches "
-                f"{self.minibatches} exclude each other: the ratio to the batch's first weights would be that of two random "
-                "masks, and bounds would act on noise; give --lora-dropout 0, or one of each"
-            )
-        if len(self.vllm_servers) > 1 and (self.single_copy or self.weight_bridge_mode == "none"):
-            raise ValueError(
-                f"{len(self.vllm_servers)} --vllm-servers can be reached by broadcast (--use-shared-memory) or lora_only alone"
-            )
+        for is_broken, message in (
+            *self._bridge_rules(),
+            *self._restart_rules(),
+            *self._parameter_server_rules(),
+            *self._batch_rules(),
+            *self._determinism_rules(),
+        ):
+            if is_broken:
+                raise ValueError(message)
         return self
 
-    @model_validator(mode="after")
-    def _restarts_agree(self) -> TrainerConfig:
-        interval = self.vllm_restart_interval
-        given = "vllm_restart_interval" in self.model_fields_set
-        if given and interval and self.weight_bridge_mode != "none":
-            raise ValueError(
-                f"--vllm-restart-interval needs --weight-bridge-mode none, which is {self.weight_bridge_mode!r}: "
-                "the other modes give vLLM its weights without restarting it"
+    def _bridge_rules(self) -> Iterable[tuple[bool, str]]:
+        """Pairs of whether options contradict each other, and the error; here and below."""
+        flag, one_copy = "--use-shared-memory", "--single-copy"
+        if self.colocate:
+            one_copy = "--colocate"
+        if self.single_copy:
+            flag = one_copy
+        shared = self.weight_bridge_mode == "shared_vllm"
+        yield (
+            self.use_shared_memory and self.single_copy,
+            f"--use-shared-memory and {one_copy} exclude each other; give one, or neither to let GPUs decide",
+        )
+        yield (
+            (self.use_shared_memory or self.single_copy) and not shared,
+            f"{flag} needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}",
+        )
+        yield (
+            self.single_copy and self.several_updates,
+            f"{one_copy} and --ppo-epochs {self.ppo_epochs} with --minibatches {self.minibatches} exclude each other: "
+            "between the updates of a batch the trainer's parameters change, and vLLM would sample from them; give "
+            "--use-shared-memory (broadcast), or one of each",
+        )
+        yield (
+            self.lora is not None and bool(self.lora_dropout) and self.several_updates,
+            f"--lora-dropout {self.lora_dropout:g} and --ppo-epochs {self.ppo_epochs} with --minibatches "
+            f"{self.minibatches} exclude each other: the ratio to the batch's first weights would be that of two random "
+            "masks, and bounds would act on noise; give --lora-dropout 0, or one of each",
+        )
+        yield (
+            len(self.vllm_servers) > 1 and (self.single_copy or self.weight_bridge_mode == "none"),
+            f"{len(self.vllm_servers)} --vllm-servers can be reached by broadcast (--use-shared-memory) or lora_only alone",
+        )
+
+    def _restart_rules(self) -> Iterable[tuple[bool, str]]:
+        interval, staleness = self.vllm_restart_interval, self.max_staleness
+        is_set = "vllm_restart_interval" in self.model_fields_set
+        yield (
+            is_set and interval > 0 and self.weight_bridge_mode != "none",
+            f"--vllm-restart-interval needs --weight-bridge-mode none, which is {self.weight_bridge_mode!r}: "
+            "the other modes give vLLM its weights without restarting it",
+        )
+        for name in ("vllm_command", "vllm_args", "vllm_gpus"):
+            yield (
+                not self.starts_vllm and bool(getattr(self, name)),
+                f"{flag_of(name)} needs --weight-bridge-mode none and a --vllm-restart-interval above 0: "
+                "otherwise this trainer starts no vLLM server",
             )
-        if not self.starts_vllm:
-            idle = [
-                name for name in ("vllm_command", "vllm_args", "vllm_gpus") if getattr(self, name)
-            ]
-            if idle:
-                raise ValueError(
-                    f"{flag_of(idle[0])} needs --weight-bridge-mode none and a --vllm-restart-interval above 0: "
-                    "otherwise this trainer starts no vLLM server"
-                )
-        elif given and self.max_staleness is not None and self.max_staleness < interval:
-            raise ValueError(
-                f"--max-staleness {self.max_staleness} would drop every rollout before vLLM gets new weights: give at least "
-                f"--vllm-restart-interval, which is {interval}, or a lower interval"
-            )
-        return self
+        yield (
+            self.starts_vllm and is_set and staleness is not None and staleness < interval,
+            f"--max-staleness {staleness} would drop every rollout before vLLM gets new weights: give at least "
+            f"--vllm-restart-interval, which is {interval}, or a lower interval",
+        )
 
     @property
     def starts_vllm(self) -> bool:
-        """Return whether the trainer starts vLLM itself, unless another server answers at its port."""
+        """Return whether the trainer starts vLLM itself, unless another server answers at its
+        port.
+        """
         return self.weight_bridge_mode == "none" and self.vllm_restart_interval > 0
 
-    @model_validator(mode="after")
-    def _parameter_servers_agree(self) -> TrainerConfig:
-        if self.weight_bridge_mode != "parameter_server":
-            given = [
-                name
-                for name in ("parameter_servers", "push_every")
-                if name in self.model_fields_set
-            ]
-            if given and (self.parameter_servers or self.push_every != 1):
-                raise ValueError(
-                    f"{flag_of(given[0])} needs --weight-bridge-mode parameter_server, which is {self.weight_bridge_mode!r}"
-                )
-            return self
-        if not self.parameter_servers:
-            raise ValueError(
-                "--weight-bridge-mode parameter_server needs --parameter-servers host:port; start one with "
-                "`python -m example_trainer.parameter_server`"
+    def _parameter_server_rules(self) -> Iterable[tuple[bool, str]]:
+        pushes = self.weight_bridge_mode == "parameter_server"
+        for name, default in (("parameter_servers", []), ("push_every", 1)):
+            yield (
+                not pushes and getattr(self, name) != default,
+                f"{flag_of(name)} needs --weight-bridge-mode parameter_server, which is {self.weight_bridge_mode!r}",
             )
-        if self.vllm_servers:
-            raise ValueError(
-                "--vllm-servers are given to the parameter servers, which send them the weights; this trainer speaks to "
-                "--parameter-servers alone"
-            )
-        if self.weight_transfer == "direct":
-            raise ValueError(
-                "--weight-transfer direct and --weight-bridge-mode parameter_server exclude each other: a parameter server "
-                "receives beside what it holds; leave it out here, and give it to the parameter server if vLLM is to receive so"
-            )
-        if self.max_staleness is not None and self.max_staleness < self.push_every - 1:
-            raise ValueError(
-                f"--max-staleness {self.max_staleness} would wait for newer rollouts for ever: with --push-every "
-                f"{self.push_every} they are up to {self.push_every - 1} versions behind; give at least that"
-            )
-        return self
+        yield (
+            pushes and not self.parameter_servers,
+            "--weight-bridge-mode parameter_server needs --parameter-servers host:port; start one with "
+            "`python -m example_trainer.parameter_server`",
+        )
+        yield (
+            pushes and bool(self.vllm_servers),
+            "--vllm-servers are given to the parameter servers, which send them the weights; this trainer speaks to "
+            "--parameter-servers alone",
+        )
+        yield (
+            pushes and self.weight_transfer == "direct",
+            "--weight-transfer direct and --weight-bridge-mode parameter_server exclude each other: a parameter server "
+            "receives beside what it holds; leave it out here, and give it to the parameter server if vLLM is to receive so",
+        )
+        behind = self.push_every - 1
+        yield (
+            pushes and self.max_staleness is not None and self.max_staleness < behind,
+            f"--max-staleness {self.max_staleness} would wait for newer rollouts for ever: with --push-every "
+            f"{self.push_every} they are up to {behind} versions behind; give at least that",
+        )
 
-    @model_validator(mode="after")
-    def _replay_agrees(self) -> TrainerConfig:
-        if self.replay != "fifo" and self.oldest_rollouts is None:
-            raise ValueError(
-                f"--replay {self.replay} needs --max-staleness, without which nothing drops the rollouts that it passes over"
-            )
-        if self.max_reuse > 1 and not self.oldest_rollouts:
-            raise ValueError(
-                f"--max-reuse {self.max_reuse} needs --max-staleness, at least 1: what was trained on once is of older weights "
-                "afterwards" + (", which --colocate excludes" if self.colocate else "")
-            )
-        if self.max_reuse > 1 and self.correction == "none":
-            raise ValueError(
-                f"--max-reuse {self.max_reuse} needs a --correction, which is 'none': what is trained on again was sampled "
-                "with other weights than the present ones, and would be learned from as if it were not"
-            )
-        return self
+    def _batch_rules(self) -> Iterable[tuple[bool, str]]:
+        yield (
+            self.replay != "fifo" and self.oldest_rollouts is None,
+            f"--replay {self.replay} needs --max-staleness, without which nothing drops the rollouts that it passes over",
+        )
+        yield (
+            self.max_reuse > 1 and not self.oldest_rollouts,
+            f"--max-reuse {self.max_reuse} needs --max-staleness, at least 1: what was trained on once is of older weights "
+            "afterwards" + ", which --colocate excludes" * self.colocate,
+        )
+        yield (
+            self.max_reuse > 1 and self.correction == "none",
+            f"--max-reuse {self.max_reuse} needs a --correction, which is 'none': what is trained on again was sampled "
+            "with other weights than the present ones, and would be learned from as if it were not",
+        )
+        yield (
+            self.minibatches > self.sequences_per_step,
+            f"--minibatches {self.minibatches} are more than the {self.sequences_per_step} sequences of a batch "
+            "(--batch-size × --gradient-accumulation-steps)",
+        )
+        yield (
+            self.forward_zero_advantages is False and self.needs_zero_advantages is not None,
+            "--no-forward-zero-advantages would leave out sequences that are learned from with "
+            f"{self.needs_zero_advantages}; leave it out",
+        )
+
+    def _determinism_rules(self) -> Iterable[tuple[bool, str]]:
+        yield (
+            self.deterministic and self.weight_bridge_mode != "shared_vllm",
+            f"--deterministic needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}: in the other "
+            "modes vLLM does not hold the trainer's weights, bit for bit, at every step",
+        )
+        yield (
+            self.deterministic and self.temperature != 1.0,
+            f"--deterministic needs --temperature 1, which is {self.temperature:g}",
+        )
+        yield (
+            self.deterministic and bool(self.share_prefixes),
+            "--deterministic and --share-prefixes exclude each other: in which order the gradients of what is shared are "
+            "summed would depend on which rollouts share a pass; leave one of them out",
+        )
 
     @property
     def replays(self) -> bool:
         """Return whether rollouts are used in another way than each once, oldest first."""
         return self.replay != "fifo" or self.max_reuse > 1
-
-    @model_validator(mode="after")
-    def _batches_can_be_divided(self) -> TrainerConfig:
-        if self.minibatches > self.sequences_per_step:
-            raise ValueError(
-                f"--minibatches {self.minibatches} are more than the {self.sequences_per_step} sequences of a batch "
-                "(--batch-size × --gradient-accumulation-steps)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _zero_advantages_are_forwarded_where_needed(self) -> TrainerConfig:
-        if self.forward_zero_advantages is False and self.needs_zero_advantages is not None:
-            raise ValueError(
-                "--no-forward-zero-advantages would leave out sequences that are learned from with "
-                f"{self.needs_zero_advantages}; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _determinism_agrees(self) -> TrainerConfig:
-        if self.deterministic and self.weight_bridge_mode != "shared_vllm":
-            raise ValueError(
-                f"--deterministic needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}: in the other "
-                "modes vLLM does not hold the trainer's weights, bit for bit, at every step"
-            )
-        if self.deterministic and self.temperature != 1.0:
-            raise ValueError(
-                f"--deterministic needs --temperature 1, which is {self.temperature:g}"
-            )
-        if self.deterministic and self.share_prefixes:
-            raise ValueError(
-                "--deterministic and --share-prefixes exclude each other: in which order the gradients of what is shared are "
-                "summed would depend on which rollouts share a pass; leave one of them out"
-            )
-        return self
 
     @property
     def several_updates(self) -> bool:
