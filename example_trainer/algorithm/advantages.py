@@ -48,11 +48,9 @@ def built_in(flag: str, name: str, known: Mapping[str, Thing]) -> Thing:
     """
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    meant = (
-        f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, or module:function"
-    )
-    raise ConfigError(f"unknown {flag} {name}; {meant}")
+    for near in difflib.get_close_matches(name, known, n=1, cutoff=0.5):
+        raise ConfigError(f"unknown {flag} {name}; did you mean {near}?")
+    raise ConfigError(f"unknown {flag} {name}; there are {', '.join(known)}, or module:function")
 
 
 def import_function(flag: str, name: str, parameters: int, expected: str) -> Callable[..., Any]:
@@ -434,4 +432,6 @@ def method_named(loss: str) -> Method:
     Raises:
         ConfigError: no method has this name.
     """
-    return Method(loss) if is_import(loss) else built_in("--loss", loss, METHODS)
+    if is_import(loss):
+        return Method(loss)
+    return built_in("--loss", loss, METHODS)

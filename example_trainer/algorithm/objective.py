@@ -194,10 +194,9 @@ class StepFigures:
         """Count the outcome of one bin. Waits for nothing that the device still does."""
         logprobs, rollout = outcome.logprobs.double(), outcome.rollout_logprobs.double()
         known = ~rollout.isnan()
-        began = (
-            logprobs if outcome.proximal_logprobs is None else outcome.proximal_logprobs.double()
-        )
-        drifted = torch.zeros_like(known) if outcome.proximal_logprobs is None else known
+        began, drifted = logprobs, torch.zeros_like(known)
+        if outcome.proximal_logprobs is not None:
+            began, drifted = outcome.proximal_logprobs.double(), known
         # The two perplexities come from one sum of the sampler's logprobs and one of the
         # differences, not from a sum each: differences that are all 0 make them equal to the bit,
         # in whatever order blocks and ranks are added.
