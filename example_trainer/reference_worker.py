@@ -252,7 +252,7 @@ def serve(config: TrainerConfig, options: ReferenceWorkerOptions, stop: StopSign
     """Load the model and work until a signal comes."""
     pin_settings(config)
     config = fitted_to_model(config)
-    device = choose_device(config)
+    device = choose_device(config.device, config.num_threads)
     dtype = choose_dtype(config, None, device)
     try:
         model = load_model(

@@ -61,7 +61,7 @@ from example_trainer.errors import ConfigError, TrainerError
 from example_trainer.launcher import roles
 from example_trainer.models import Decoder
 from example_trainer.models.hf_checkpoint import find_checkpoint
-from example_trainer.observe.metrics import MetricsLog, evaluation_line, make_metrics
+from example_trainer.observe.metrics import MetricsLog, evaluation_line
 from example_trainer.observe.perf import StepProfiler, make_speed
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.prerequisites import require_vllm
@@ -322,7 +322,7 @@ def run_training(
     objective = make_objective(config)
     if config.optimizer == "adamw-8bit":
         quantisation()  # a missing package ends the run before anything is loaded
-    device = choose_device(config)
+    device = choose_device(config.device, config.num_threads)
     torch.manual_seed(options.seed)
     start_vllm(stack.enter_context(Supervisor()), options, device, (port, rendezvous))
     bridge = make_bridge(config, stop, ranks, has_service=False)
@@ -335,7 +335,7 @@ def run_training(
     optimizer = make_optimizer(config, model)
     checkpoints = make_checkpoints(config)
     stack.callback(checkpoints.close)
-    metrics = make_metrics(config, 0)
+    metrics = MetricsLog(config.log_dir, config.shareable)
     stack.callback(metrics.close)
     batches, held_out = make_batches(options, config, task, model, device, metrics, stack)
     bridge.connect(model)

@@ -411,7 +411,7 @@ class RoleProcess:
         """Describe the end of the process in one line; empty while it runs."""
         if code is None:
             return ""
-        size = min(1 << 20, max(0, file_size(self.log) - self._begun_at))  # of this life alone
+        size = min(1 << 20, max(0, self.log.stat().st_size - self._begun_at))  # of this life alone
         cause = "".join(tail(self.log, 1, size=size))
         if code:
             cause = first_error(self.log, size=size) or cause or "it wrote nothing"

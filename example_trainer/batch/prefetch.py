@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -176,117 +177,84 @@ class Prepared:
 
 
 class Preparing:
-    """The thread: it prepares one batch each time that one is asked for, and holds it until it is
-    taken.
+    """Prepares one batch at a time, in a thread, and holds it until it is taken.
 
     Args:
         prepare: makes the batch to be trained on with the weights of a version; runs in the thread.
         last_version: the version at which the run ends; nothing is prepared ahead for later ones.
         ahead: when a batch is taken, go on with the next at once.
+
+    Attributes:
+        closed: no batch will be taken any more.
     """
 
     def __init__(self, prepare: Callable[[int], Prepared], last_version: int, ahead: bool) -> None:
         self._prepare, self._last_version, self._ahead = prepare, last_version, ahead
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
-        """Guards what follows."""
-        self._wanted: int | None = (
-            None  # the highest version at which the batch that is asked for may be trained on
-        )
-        self._prepared: Prepared | None = None
-        self._ended: BaseException | None = None  # what ended the thread
-        self._closed = False
+        self._batch: Future[Prepared] | None = None
         self._waiting_since: float | None = None
+        self.closed = False
 
     @property
     def ready(self) -> bool:
         """Return whether a batch is there."""
-        return self._prepared is not None
-
-    @property
-    def closed(self) -> bool:
-        """Return whether nobody waits for batches any more."""
-        return self._closed
+        return self._batch is not None and self._batch.done()
 
     def want(self, version: int) -> None:
-        """Ask for a batch, unless one is there or on its way."""
-        with self._changed:
-            if self._prepared is None and self._wanted is None:
-                self._go_on(version)
+        """Ask for a batch that may be trained on at `version`, unless one is there or on its way."""
+        if self._batch is None:
+            self._start(version)
 
     def take(self, version: int, seconds: float) -> Prepared | None:
-        """The batch to train on with the weights of a version, when it is there; None if it is not
+        """Return the batch to train on with the weights of a version; None if it does not come
         within so many seconds.
 
         Raises:
-            BaseException: what ended the thread.
+            BaseException: the error that ended the thread.
         """
-        with self._changed:
-            if self._waiting_since is None:
-                self._waiting_since = time.monotonic()
-            self._changed.wait_for(lambda: self._prepared or self._ended, seconds)
-            if self._prepared is None:
-                if self._ended is not None:
-                    raise self._ended
-                return None
-            prepared, self._prepared, self._waiting_since = self._prepared, None, None
-            if self._ahead and version + 1 < self._last_version:
-                self._go_on(version + 1)
-            return prepared
+        assert self._batch is not None, "want() comes first"
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        if not wait([self._batch], seconds).done:
+            return None
+        prepared = self._batch.result()
+        self._batch = self._waiting_since = None
+        if self._ahead and version + 1 < self._last_version:
+            self._start(version + 1)
+        return prepared
 
     def waited(self) -> float:
         """Return the seconds for which the trainer has waited. The thread may have waited longer."""
-        with self._changed:
-            if self._waiting_since is None:
-                return 0.0
-            return time.monotonic() - self._waiting_since
+        since = self._waiting_since
+        if since is None:
+            return 0.0
+        return time.monotonic() - since
 
     def close(self, interrupt: Callable[[], None], seconds: float) -> bool:
-        """End the thread. Whether it has ended within so many seconds.
+        """End the thread. Return whether it has ended within so many seconds.
 
         Args:
             interrupt: breaks off what it may be waiting for.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self.closed = True
         interrupt()
         if self._thread is None:
             return True
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _go_on(self, version: int) -> None:
-        """`_changed` is held."""
-        self._wanted = version
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
-            self._thread.start()
-        self._changed.notify_all()
+    def _start(self, version: int) -> None:
+        batch: Future[Prepared] = Future()
+        self._batch = batch
 
-    def _run(self) -> None:
-        try:
-            while (version := self._next_wanted()) is not None:
-                prepared = self._prepare(version)
-                with self._changed:
-                    self._prepared, self._wanted = prepared, None
-                    self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits in `take`
-            with self._changed:
-                self._ended = error
-                self._changed.notify_all()
+        def prepare() -> None:
+            try:
+                batch.set_result(self._prepare(version))
+            except BaseException as error:  # noqa: BLE001 - raised in `take`
+                batch.set_exception(error)
 
-    def _next_wanted(self) -> int | None:
-        """Wait until a batch is asked for; None when it is over.
-
-        Ends with `close`, without which the process does not end.
-        """
-        with self._changed:
-            while not self._closed and self._wanted is None:
-                self._changed.wait(_LOOK_SECONDS)
-            if self._closed:
-                return None
-            return self._wanted
+        self._thread = threading.Thread(target=prepare, name="batches", daemon=True)
+        self._thread.start()
 
 
 class DeviceCopies:

@@ -61,11 +61,10 @@ def tail(path: Path, lines: int = 8, columns: int = 300, size: int = 64 * 1024) 
 
 
 def file_size(path: Path) -> int:
-    """Return the bytes of a file; 0 if there is none."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
+    """Return the bytes of a file; 0 if it is absent."""
+    if not path.exists():
         return 0
+    return path.stat().st_size
 
 
 ERROR_LINE = re.compile(

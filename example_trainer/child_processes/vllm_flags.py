@@ -30,7 +30,7 @@ def flag_value(words: Sequence[str], *names: str) -> str | None:
     A flag at the end without a value has an empty one.
     """
     last = None
-    for word, following in zip(words, (*words[1:], ""), strict=True):
+    for word, following in zip(words, (*words[1:], ""), strict=False):
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):
             flag = "--" + flag[2:].replace("_", "-")

@@ -293,29 +293,15 @@ class MetricsLog:
             self._exporter.close()
 
 
-class NoMetrics(MetricsLog):
-    """Rank 0 writes the figures; the others have the same ones and write none."""
-
-    def __init__(self) -> None:
-        return
-
-    def write(self, step: int, row: Row) -> None:
-        return
-
-    def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
 def make_metrics(
     config: TrainerConfig, first_step: int, exporter: MetricsServer | None = None, main: bool = True
-) -> MetricsLog:
-    """Where the figures go; they are the same on every rank, and the main one writes them."""
+) -> MetricsLog | None:
+    """Make the log of figures on the main rank; None on the others, which have the same figures."""
     if not main:
-        return NoMetrics()
-    wandb = config.wandb_names if config.use_wandb else None
+        return None
+    wandb = None
+    if config.use_wandb:
+        wandb = config.wandb_names
     return MetricsLog(config.log_dir, config.shareable, first_step, wandb, exporter)
 
 

@@ -52,7 +52,7 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
     if os.environ.get("RANK", "0") != "0":
         level = logging.WARNING
     logging.getLogger("vllm.lockstep").setLevel(level)
-    device = choose_device(options)
+    device = choose_device(options.device, options.num_threads)
     folder = find_checkpoint(options.model_name)
     geometry, _ = read_geometry(folder)
     if geometry.architecture not in FAMILIES:

@@ -61,7 +61,7 @@ def make_trainer(
         stack: closes the parts.
     """
     objective = begin_process(config)
-    device = choose_device(config)
+    device = choose_device(config.device, config.num_threads)
     ranks = stack.enter_context(join_ranks(config.rank_timeout, device))
     refuse_ranks(config, ranks)
     observers = Observers(config, ranks, device, stack)
@@ -86,7 +86,8 @@ def make_trainer(
     bridge.connect(model)
     # The files of an earlier run are moved when nothing is left that could refuse this one.
     metrics = make_metrics(config, optimizer.steps, observers.exporter, ranks.is_main)
-    stack.callback(metrics.close)
+    if metrics is not None:
+        stack.callback(metrics.close)
     stop.defer()  # an update of the server's weights must not be torn apart
     begin_run(config, start, ranks, models, bridge, batches)
     return Trainer(
@@ -105,7 +106,7 @@ def make_trainer(
         profiler=observers.profiler,
         reference=models.reference,
         trained=start.batch,
-        evaluations=open_evaluations(config, start, ranks, metrics, stack),
+        evaluations=open_evaluations(config, start, metrics, stack),
         ask_servers=partial(ask_servers, config, ranks, bridge, batches),
         timeline=observers.timeline,
         tokens=observers.tokens,
@@ -237,14 +238,13 @@ def ask_servers(
 def open_evaluations(
     config: TrainerConfig,
     start: Start,
-    ranks: Ranks,
-    metrics: MetricsLog,
+    metrics: MetricsLog | None,
     stack: contextlib.ExitStack,
 ) -> EvaluationFeed | None:
     """Follow the evaluations of environments, on rank 0; before the first batch is asked for, since
     the service lets environments in then.
     """
-    if not ranks.is_main:
+    if metrics is None:
         return None
     seen, key = metrics.evaluations.seen, revealed(config.atropos_api_key)
     feed = EvaluationFeed(config.atropos_url, key, seen, start.run.begun, start.saved is None)

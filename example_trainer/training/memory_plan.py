@@ -474,12 +474,6 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
 
 LEAST_SERVER_WORKSPACE = 2 << 30
 """Bytes that a vLLM server needs beside its weights, for keys, values and activations."""
-GPU_WORKSPACE = 1 << 30
-"""Bytes that matrix kernels, NCCL's buffers and the allocator's rounding take on a GPU."""
-CPU_WORKSPACE = 300 << 20
-"""Bytes that torch's thread pools, the HTTP client and TensorBoard take in RAM after the
-imports."""
-
 BUDGETS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024)
 """Tokens per microbatch to choose from: beyond the first a GPU is no faster, below the last its
 products are small."""

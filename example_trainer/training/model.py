@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,27 +34,14 @@ from vllm_patching.weights.families import FAMILIES, Geometry, parameters
 logger = logging.getLogger(__name__)
 
 
-class DeviceOptions(Protocol):
-    """Options of the device; TrainerConfig has them."""
-
-    @property
-    def device(self) -> str:
-        """auto, cpu, cuda or cuda:N."""
-
-    @property
-    def num_threads(self) -> int | None:
-        """Torch's CPU threads."""
-
-
-def choose_device(config: DeviceOptions) -> torch.device:
+def choose_device(name: str, num_threads: int | None) -> torch.device:
     """The device to train on; also sets the number of torch's CPU threads.
 
     Raises:
         ConfigError: there is no such device here, or it cannot be used.
     """
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    name = config.device
+    if num_threads:
+        torch.set_num_threads(num_threads)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     place = place_of(os.environ)

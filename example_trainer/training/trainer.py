@@ -255,7 +255,8 @@ class Trainer:
         speed: rate that a step's time is compared with.
         reference: model that the loss keeps the policy near.
         trained: the last batch that the weights learned from, as the rollout service calls it.
-        evaluations: results of environments; on rank 0, where there is a rollout service.
+        metrics: log of the figures; on rank 0.
+        evaluations: results of environments; on rank 0, if there is a rollout service.
         ask_servers: repeats the checks of the servers that were made before the first batch;
             collective.
         timeline: gets each step's spans: wait, train, and sync, or what the bridge calls it.
@@ -273,7 +274,7 @@ class Trainer:
     bridge: WeightBridge
     parity: ParityCheck | None
     checkpoints: Checkpoints
-    metrics: MetricsLog
+    metrics: MetricsLog | None
     speed: Speed
     profiler: StepProfiler
     reference: Decoder | None = None
@@ -386,7 +387,8 @@ class Trainer:
         """Write a step's spans, its row, and its line in the log."""
         self._write_spans(step)
         row = self._row(step, report)
-        self.metrics.write(self.steps, row)
+        if self.metrics is not None:
+            self.metrics.write(self.steps, row)
         logger.info("%s", step_line(self.steps, self.config.training_steps, row))
         self.unrecorded = None
 
@@ -396,7 +398,7 @@ class Trainer:
         Args:
             seconds: how long to wait for results that the service has by now.
         """
-        if self.evaluations is None:
+        if self.evaluations is None or self.metrics is None:
             return
         self.evaluations.ask()
         for evaluation in self.evaluations.take(seconds):

@@ -52,7 +52,7 @@ def test_a_device_that_cannot_be_used_is_refused_in_one_line(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", refuse)
     with pytest.raises(ConfigError, match=told) as refused:
-        choose_device(TrainerConfig.model_validate({"model_name": "any", "device": device}))
+        choose_device(device, num_threads=None)
     assert "\n" not in str(refused.value)
 
 
