@@ -38,8 +38,8 @@ def revealed(secret: SecretStr | None) -> str | None:
 class ServerKeys:
     """The rule for which addresses may get the key of the vLLM servers.
 
-    It may be sent to the servers that own options name, and to those that a rollout service names
-    which needs a key itself: at a service without one, anyone may ask for any address.
+    It may be sent to servers in this process's options, and to servers that a rollout service with
+    a key names. At a service without a key, anyone may ask for any address.
     """
 
     def __init__(self, has_key: bool, named: Iterable[str]) -> None:
@@ -86,11 +86,11 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def refuse_key_in_command(command: str) -> None:
-    """Raise ValueError if the command of a server holds its key, which everybody can read in `ps`."""
+    """Raise ValueError if the command of a server holds its key, which every user can read in `ps`."""
     try:
         words = shlex.split(command)
     except ValueError:
-        return  # told when the command is put together
+        return  # an error when the command is put together
     if any(word.split("=")[0] == "--api-key" for word in words):
         raise ValueError(
             "everybody can read --api-key in `ps`; leave it out and set VLLM_API_KEY, which that server gets"

@@ -25,7 +25,7 @@ Options = TypeVar("Options", bound=BaseModel)
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line in one line."""
+    """Argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 def add_section(
     parser: argparse.ArgumentParser, section: type[BaseModel], leave_out: Collection[str] = ()
 ) -> None:
-    """Add the flags of a section. Those that are not given leave no trace in what is parsed.
+    """Add the flags of a section. Flags that are not given are absent from the result.
 
     Args:
         leave_out: fields that get no flag.

@@ -363,7 +363,7 @@ class AlgorithmOptions(Section):
 
     @property
     def method(self) -> Method:
-        """The loss's choices, with those of the options in their places."""
+        """The loss's method, with the options' own choices in place of its defaults."""
         own = method_named(self.loss)
         names = (
             "advantages",
@@ -932,7 +932,7 @@ class TrainerConfig(
     def oldest_rollouts(self) -> int | None:
         """Most weight versions that rollouts may be behind; None for any.
 
-        Exact runs take fresh ones alone unless told.
+        Exact runs take fresh ones alone unless --max-staleness is given.
         """
         return 0 if self.deterministic and self.max_staleness is None else self.max_staleness
 

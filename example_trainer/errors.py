@@ -27,7 +27,7 @@ class CheckpointError(TrainerError):
 
 
 class RolloutServiceError(TrainerError):
-    """The rollout service is not there, went away for too long, or sent something that is no batch."""
+    """The rollout service is not there, went away for too long, or sent something that is not a batch."""
 
 
 class BatchError(TrainerError):

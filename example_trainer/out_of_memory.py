@@ -1,4 +1,4 @@
-"""Errors that PyTorch and its libraries raise when there is no memory left."""
+"""Errors of PyTorch and its libraries for want of memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGNS = (
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is one of the many ways in which they say so."""
+    """Return whether an error is one of them."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         sign in str(error) for sign in _SIGNS
     )

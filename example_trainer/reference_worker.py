@@ -5,7 +5,7 @@
 For a trainer with --kl-coef and --ref-logprobs-from-workers, which then holds no reference of its
 own. A worker leases groups from the rollout service, runs the frozen model over them, and hands the
 logprobs back. It keeps nothing: start as many as are needed, on as many machines, and kill them
-when you like; what one held goes to another when its lease is over. The trainer says how it
+when you like; what one held goes to another when its lease is over. The trainer sends how it
 computes (dtype, operations, temperature); a worker that cannot do the same ends with one line.
 """
 
@@ -124,11 +124,11 @@ class Pace:
 
 @dataclass
 class Worker:
-    """One worker: what it computes with, and whom it asks for work.
+    """One worker: its model, and the service that it gets work from.
 
     Attributes:
         settings: its own; see ReferenceSettings.
-        activity: what its timeline is told.
+        activity: its timeline.
     """
 
     scorer: ReferenceScorer

@@ -48,7 +48,7 @@ OPEN = tuple(field.name for field in fields(Defaults))
 
 
 def fill(options: argparse.Namespace, defaults: Defaults) -> None:
-    """Set every option of OPEN that was not given, in place; `options.given` names those that were."""
+    """Set every option of OPEN that was not given, in place; `options.given` names the given ones."""
     for name in OPEN:
         if name not in options.given:
             setattr(options, name, getattr(defaults, name))
@@ -71,7 +71,7 @@ def choose_kernels(options: argparse.Namespace) -> None:
     """Leave equal bits to machines with a GPU, unless they were asked for.
 
     Raises:
-        ConfigError: they were asked for where there is no GPU.
+        ConfigError: they were asked for without a GPU.
     """
     if on_gpu(options):
         return

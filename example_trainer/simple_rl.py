@@ -107,7 +107,7 @@ LEAST = {"staleness": 0, "evaluate_every": 0, "held_out": 1, "problem_count": 1}
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """The options; those of PASSED_ON are there only where they are given."""
+    """Return the options; options of PASSED_ON are there only if they are given."""
     about = "Reinforcement learning with bitwise equal sampler and trainer."
     parser = argparse.ArgumentParser(prog="simple_rl.py", description=about, allow_abbrev=False)
     add_flags(parser)
@@ -234,7 +234,7 @@ def start_vllm(
     """Start the server and wait until it generates.
 
     Raises:
-        TrainerError: it ended, or was not ready in time; its log's last lines say why.
+        TrainerError: it ended, or was not ready in time; the error has its log's last lines.
     """
     port, rendezvous = ports
     folder, on_gpu = options.output.resolve(), device.type == "cuda"

@@ -64,13 +64,13 @@ CONNECTION_SECONDS = 60.0
 MOST_BODY = 256 << 20
 """Bytes of a request's body. vLLM itself reads a body of any length into memory."""
 LAST_ANSWERS_SECONDS = 2
-"""How long a server that is told to end waits for answers that are on their way out."""
+"""How long a server that is ending waits for answers that are on their way out."""
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""Variables by which NCCL, PyTorch and NVSHMEM are told not to use NVLink multicast."""
+"""Variables that switch NVLink multicast off in NCCL, PyTorch and NVSHMEM."""
 
 
 def check_model(model: str) -> None:
@@ -133,10 +133,10 @@ def listen_alone(port: int) -> None:
             if held:
                 os.dup2(
                     nothing, int(name)
-                )  # not closed: the number is somebody's, who may close it
+                )  # not closed: another object has the number, and may close it
         os.close(nothing)
 
-    if sys.platform == "linux":  # elsewhere there is no such folder
+    if sys.platform == "linux":  # other systems lack the folder
         os.register_at_fork(after_in_child=let_go)
 
 
@@ -194,7 +194,7 @@ def _cpu_defaults(args: argparse.Namespace) -> None:
     args.enforce_eager = True
     if args.tensor_parallel_size == 1 and args.distributed_executor_backend is None:
         # vLLM would start a worker process and poll shared memory for its answers without sleeping,
-        # which takes a core from whoever else has work to do. By its class's name the executor that
+        # which takes a core from other processes. By its class's name the executor that
         # needs no second process is accepted.
         args.distributed_executor_backend = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     if args.dtype in ("bfloat16", "float16", "half"):
@@ -346,7 +346,7 @@ async def announce(state: Any, args: argparse.Namespace, logger: Any) -> None:
     while server is None or not server.started:
         await asyncio.sleep(0.05)
         server = getattr(state, "server", None)
-    # When it is told to end, vLLM stops its engine first: requests that are under way then get no
+    # On SIGTERM vLLM stops its engine first: requests that are under way then get no
     # answer any more.
     server.config.timeout_graceful_shutdown = LAST_ANSWERS_SECONDS
     host = args.host or "0.0.0.0"

@@ -1,7 +1,7 @@
-"""The trainer's client of a vLLM server: one place for deadlines, keys, retries and errors that say
+"""The trainer's client of a vLLM server: one place for deadlines, keys, retries and errors with
 what to do.
 
-Whoever asks a server does it through `VLLMClient`: the weight bridges (`weight_bridge/server.py`,
+All requests go through `VLLMClient`: the weight bridges (`weight_bridge/server.py`,
 `weight_bridge/lora.py`), the sampler of `batch/local_sampler.py`, the look at its logprobs, and the
 watch over a server that the trainer has started.
 """
@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.5
 
 
 class ServerSilent(BridgeError):
-    """There was no answer: whether the server has heard is not known."""
+    """There was no answer; the server may have got the request."""
 
 
 class ServerRefused(BridgeError):
@@ -90,7 +90,7 @@ class VLLMClient:
 
         Raises:
             ServerSilent: no answer came in time, or the connection broke.
-            ServerRefused: the server refused, with its reason, or is no server of this project.
+            ServerRefused: the server refused, with its reason, or is not a server of this project.
         """
         what = what or path
         try:
@@ -113,7 +113,7 @@ class VLLMClient:
         return answer
 
     def look(self, path: str, seconds: float = QUICK_SECONDS) -> dict[str, Any] | None:
-        """GET what the server can say at once; None if there is no such answer now."""
+        """GET what the server answers at once; None without a good answer."""
         try:
             response = self._http.get(path, timeout=seconds)
         except httpx.HTTPError as error:
@@ -139,7 +139,7 @@ class VLLMClient:
         return f"{self.url} ({reason})"
 
     def watch(self, path: str, owed: str, seconds: float = QUICK_SECONDS) -> dict[str, Any] | None:
-        """As `look`; says in the log, once, that a server is away, and what it will get (`owed`)
+        """As `look`; log once that a server is away, and what it will get (`owed`)
         when it is back.
         """
         answer = self.look(path, seconds)

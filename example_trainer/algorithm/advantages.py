@@ -62,7 +62,7 @@ def import_function(flag: str, name: str, parameters: int, expected: str) -> Cal
         expected: what it should be, for errors.
 
     Raises:
-        ConfigError: there is no such module or function, the module cannot be imported, or the
+        ConfigError: the module or function does not exist, the module cannot be imported, or the
             function cannot be called so.
     """
     module_name, _, function_name = name.partition(":")
@@ -98,14 +98,14 @@ def import_function(flag: str, name: str, parameters: int, expected: str) -> Cal
         raise refusal(
             flag, name, f"it cannot be called with {count} ({error})", expected
         ) from error
-    except ValueError:  # it has none that Python can see: trying it out will tell
+    except ValueError:  # Python sees no signature; the function is tried later
         pass
     function: Callable[..., Any] = found
     return function
 
 
 def refusal(flag: str, name: str, problem: str, expected: str) -> ConfigError:
-    """The one line that says why a function cannot be used."""
+    """Return the error line for a function that cannot be used."""
     return ConfigError(f"{flag} {name}: {problem}; expected is {expected}")
 
 
@@ -317,11 +317,11 @@ def token_weights(
 ) -> list[float]:
     """The weight of each trained token of each sequence in the loss of a whole batch.
 
-    The weights are those of the whole batch, not of a bin: summing the weighted loss over bins, in
+    The weights count in the whole batch, not in a bin: summing the weighted loss over bins, in
     any split, then gives the loss, and the gradient, of one large batch.
 
     Args:
-        lengths: trained tokens of each sequence of the batch; 0 of those that are masked.
+        lengths: trained tokens of each sequence of the batch; 0 if it is masked.
         normalisation: "token", every trained token of the batch weighs the same; "sequence", every
             sequence with a trained token does, as in equation 3 of DeepSeekMath; "constant", the
             sum over tokens divided by sequences × `max_tokens` (Dr. GRPO), masked sequences
@@ -346,7 +346,7 @@ def token_weights(
 # its choices.
 #
 # A method is a loss per token (algorithm/losses) together with how rewards become advantages
-# (algorithm/advantages.py) and what each token counts. What a flag of its own says wins over the
+# (algorithm/advantages.py) and what each token counts. A flag of its own wins over the
 # method's choice. docs/algorithms.md has the equations, and where a row differs from its paper.
 
 KLPlace = Literal["loss", "reward"]

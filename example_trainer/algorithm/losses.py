@@ -203,7 +203,7 @@ def grpo(inputs: LossInputs, settings: LossSettings) -> TokenLosses:
     )
 
 
-# Group sequence policy optimisation: the ratio, and its bounds, are those of the whole sequence.
+# Group sequence policy optimisation: the ratio and bounds of the whole sequence.
 
 
 def gspo(inputs: LossInputs, settings: LossSettings) -> TokenLosses:
@@ -215,7 +215,7 @@ def gspo(inputs: LossInputs, settings: LossSettings) -> TokenLosses:
         L_it = - min(s_it A_it, clip(s_it, 1 - ε_low, 1 + ε_high) A_it)
 
     sg stops the gradient. Where the advantages of a sequence are all alike and
-    `--loss-normalisation` is sequence, value and gradient are those of GSPO itself.
+    `--loss-normalisation` is sequence, value and gradient equal GSPO's.
 
     Source: Zheng et al., arXiv:2507.18071: equations of the sequence ratio and of GSPO-token.
 
@@ -244,7 +244,7 @@ def cispo(inputs: LossInputs, settings: LossSettings) -> TokenLosses:
         L_t = - sg( clip(ρ_t, 1 - ε_low, 1 + ε_high) ) · A_t · log π(y_t)        ρ_t = π(y_t) / π_old(y_t)
 
     sg stops the gradient: a bound limits what a token weighs, and never silences it. With ε_low = 1
-    there is no lower bound, as in the paper's runs.
+    no lower bound acts, as in the paper's runs.
 
     Source: CISPO, MiniMax-M1 (MiniMax, arXiv:2506.13585).
 
@@ -291,7 +291,7 @@ def find_loss(name: str, settings: LossSettings) -> Loss:
 
     Args:
         name: a key of BUILT_IN, or `module:function`.
-        settings: what it will be called with, and is tried with: it may need what a flag says.
+        settings: what it will be called with, and is tried with: it may need the value of a flag.
 
     Raises:
         ConfigError: it does not exist, cannot be imported, or does not do what a loss does. One

@@ -11,7 +11,7 @@ functions, all in float32.
     H_t     the entropy of π where it chose the token
 
     [kl_in reward]        A_t -= β Σ_{s ≥ t} (logπ_old,s - logπ_ref,s)    within the sequence; no gradient
-    [distill_in advantage] A_t -= δ (logπ_old,t - logπ_T,t)               no gradient; 0 where the teacher said nothing
+    [distill_in advantage] A_t -= δ (logπ_old,t - logπ_T,t)               no gradient; 0 without a teacher's logprob
 
 π_old is the policy that c_t brings the samples' expectation to, so that all three estimate under
 the same one:
@@ -53,7 +53,7 @@ from example_trainer.algorithm.losses import (
 )
 from example_trainer.errors import BatchError
 
-# What a step's passes tell of themselves: sums on the device, one row of numbers at the end.
+# Figures of a step's passes: sums on the device, one row of numbers at the end.
 #
 # All is summed in float64, and nothing is read on the host before `StepFigures.row`, so that no pass
 # waits for figures of the one before. Everything that is kept is a sum over tokens. So it does not
@@ -63,13 +63,13 @@ from example_trainer.errors import BatchError
 # The effective sample size is that of L. Kish, "Survey Sampling" (1965), for given weights.
 
 AGES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16)
-"""The least age of each class in which the KL is told apart, in weight versions; the last class has
+"""The least age of each class for which the KL is reported, in weight versions; the last class has
 no end."""
 PERCENTILES = (1, 50, 95, 99)
 """Of the ratio trainer ÷ sampler."""
 
 _FINEST = 1e-4
-"""Log ratios well below this are told apart in even steps, those above in steps that grow with
+"""Log ratios well below this are counted in even steps, larger ones in steps that grow with
 them."""
 _STEP = 0.0099  # a class ends e^(_STEP / 2) - 1 from its middle: just below 0.5 %
 _LARGEST_EXPONENT = 700.0
@@ -141,7 +141,7 @@ class StepFigures:
     teacher_kl              divergence from the teacher, in nats
     entropy                 of the present policy where it chose the tokens, in nats
     clip_fraction           share of the tokens whose gradient is stopped by clipping
-    clip_fraction_low, _high    those of them whose ratio fell or rose
+    clip_fraction_low, _high    the part whose ratio fell, or rose
     missing_rollout_logprobs    share of the tokens that came without a rollout logprob
     drift_share             share of the batch's tokens that ratio_…, ess, kl_age_…, mismatch_kl and
                             perplexity_… count: tokens with a rollout logprob, in minibatches whose
@@ -153,7 +153,7 @@ class StepFigures:
     correction_weight       mean of the correction's weights, 0 for what is left out
     correction_ess          as ess, for those weights
     correction_masked, correction_masked_sequences    share of the tokens that are left out, and of the
-                            sequences of which no token remains
+                            sequences without a remaining token
     correction_bounded      share of the tokens whose weight is the bound
     kl_age_0, …             KL(rollout policy ‖ the batch's first weights) by how many weight versions
                             earlier the token was sampled; kl_age_8_to_15 and kl_age_16_up are of
@@ -316,7 +316,7 @@ def _age_names() -> list[str]:
 
 
 def _percentiles(histogram: list[float]) -> dict[str, float | None]:
-    """The largest ratio and PERCENTILES of those that are counted, each the middle of its class."""
+    """The largest ratio and PERCENTILES of the counted ratios, each the middle of its class."""
     wanted = [(f"ratio_p{percent:02d}", percent) for percent in PERCENTILES] + [("ratio_max", 100)]
     found: dict[str, float | None] = dict.fromkeys(name for name, _ in wanted)
     count, seen = sum(histogram), 0.0
@@ -330,7 +330,7 @@ def _percentiles(histogram: list[float]) -> dict[str, float | None]:
 # Weights that make up for a sampler that is not the trainer: other kernels, other precision, or
 # older weights.
 #
-# With π the policy of the trainer and μ the one that sampled, as the rollouts' logprobs tell it, per
+# With π the policy of the trainer and μ the one that sampled, by the rollouts' logprobs, per
 # token
 #
 #     r_t = π(y_t) / μ(y_t) = exp(logπ_t - logμ_t)
@@ -479,7 +479,7 @@ def correction_weights(
 #
 # Both forms below have this gradient in expectation over samples of π. That of the advantage, -coef ·
 # r without gradient, is the policy gradient with r as a cost: -A ∇log π = coef · r ∇log π. That of
-# the loss, coef · r²/2 (k2), is coef · r ∇r, the same; its value is no estimate of the KL. The
+# the loss, coef · r²/2 (k2), is coef · r ∇r, the same; its value does not estimate the KL. The
 # advantage goes through the loss that was chosen, with its clipping and correction weights; the loss
 # is added beside it. Neither counts what a token does to the KL of those after it.
 #
@@ -496,7 +496,7 @@ def distillation_advantage(old_logprobs: Tensor, teacher_logprobs: Tensor, coef:
 
     Args:
         old_logprobs: [n] float32 under the policy that the loss takes its ratio to.
-        teacher_logprobs: [n] float32, NaN where the teacher said nothing.
+        teacher_logprobs: [n] float32, NaN without the teacher's logprob.
         coef: `--distill-coef`.
 
     Returns:
@@ -511,7 +511,7 @@ def distillation_loss(logprobs: Tensor, teacher_logprobs: Tensor, coef: float) -
 
     Args:
         logprobs: [n] float32 of the sampled tokens under the present policy, with gradient.
-        teacher_logprobs: [n] float32, NaN where the teacher said nothing.
+        teacher_logprobs: [n] float32, NaN without the teacher's logprob.
         coef: `--distill-coef`.
 
     Returns:
@@ -532,7 +532,7 @@ def teacher_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
 
     Args:
         logprobs: [n] float32 of the sampled tokens under the student.
-        teacher_logprobs: [n] float32, NaN where the teacher said nothing.
+        teacher_logprobs: [n] float32, NaN without the teacher's logprob.
 
     Returns:
         Scalar float32, without gradient. Divide it by the number of tokens that were scored.
@@ -570,9 +570,9 @@ class Objective:
     """The function to minimise: the options, resolved, with the loss itself.
 
     Attributes:
-        name: what --loss says, for errors.
+        name: value of --loss, for errors.
         loss: the function.
-        clip: what it is told.
+        clip: its bounds.
         correction: see corrections.
         kl_coef, kl_in: β, and where its divergence goes.
         entropy_coef: η.
@@ -616,7 +616,7 @@ class ObjectiveInputs:
         reference_logprobs: [n] float32; None without a reference.
         teacher_logprobs: [n] float32, NaN where there are none.
         advantages, weights: [n] float32; what each token counts.
-        versions: [n] int64, that each was sampled under; negative where nobody said.
+        versions: [n] int64, that each was sampled under; negative if unknown.
         sequence: [n] int64, ascending: which sequence of the bin each token is of.
         sequences: how many there are; each has a token.
     """

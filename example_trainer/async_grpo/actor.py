@@ -32,7 +32,7 @@ from example_trainer.child_processes.processes import (
 )
 from example_trainer.launcher.roles import environment_file
 
-# What a node is told about a process.
+# The description of a process that a node starts.
 #
 # Standard library alone: actors are made often, and must be light.
 
@@ -46,7 +46,7 @@ class Address:
 
     Attributes:
         host: by which the other roles reach it; localhost where all nodes are one machine.
-        ports: those that it may listen on.
+        ports: numbers that it may listen on.
         gpus: indices of its GPUs on that node.
     """
 
@@ -121,7 +121,7 @@ def problem(what: str, error: OSError | ProcessError, otherwise: str = WRITABLE)
 
     Args:
         what: what could not be done, to what.
-        error: says why.
+        error: the reason.
         otherwise: the remedy for what is not in REMEDIES.
     """
     if isinstance(error, ProcessError):
@@ -190,7 +190,7 @@ class Look:
         missing: what it does not do yet.
         code: its exit status, 128 + n for signal n; None while it runs.
         lived: seconds since its start.
-        said: how it ended and why, in one line.
+        said: its end and the reason, in one line.
         log: what its log has grown by, where that is not on the driver's disk.
         pid: of the command.
     """
@@ -250,7 +250,7 @@ class RoleProcess:
     Args:
         name: the role's.
         folder: the run's.
-        echo: write what the process says to this process's output too, which Ray's dashboard shows.
+        echo: write the process's output to this process's output too, which Ray's dashboard shows.
     """
 
     def __init__(self, name: str, folder: str, echo: bool = False) -> None:

@@ -39,11 +39,11 @@ class ClusterError(TrainerError):
 
 
 class SeatLost(Exception):
-    """An actor is gone, with its process: its node, its worker, or whoever killed it."""
+    """An actor is gone, with its process: its node or worker ended, or it was killed."""
 
 
 class SeatSilent(Exception):
-    """An actor does not answer, and Ray does not say that it is gone: its node may be busy, or cut
+    """An actor does not answer, and Ray does not report it as gone: its node may be busy, or cut
     off for a moment.
     """
 
@@ -57,7 +57,7 @@ class Pending(Protocol):
     def get(self) -> Any:
         """The answer.
 
-        Raises SeatLost if whoever was asked is gone, SeatSilent if it may be, NodeProblem if it
+        Raises SeatLost if the actor is gone, SeatSilent if it may be, NodeProblem if the node
         cannot.
         """
 
@@ -72,7 +72,7 @@ class Seat(Protocol):
         """The id of its node; empty as long as it has none."""
 
     def kill(self) -> None:
-        """End the actor; its process is told to end by that, and may take its time.
+        """End the actor. Its process ends after it, within the grace period.
 
         Safe to call twice.
         """
@@ -122,7 +122,7 @@ class _RayPending:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, NodeProblem):
                 raise error.cause from None
-            raise  # a bug: said whole
+            raise  # a bug: raise all of it
         except ray.exceptions.ActorUnavailableError as error:
             raise SeatSilent(first_line(error)) from error
         except ray.exceptions.RayError as error:
@@ -229,7 +229,7 @@ class RayCluster:
         variables = {"PYTHONPATH": os.pathsep.join(paths)}
         # Else a worker that ends kills what it has started at once: the guard, which would give its
         # process time to end, and no more than the guard, so that what that process has started
-        # goes on with nobody to end it.
+        # goes on unwatched.
         variables["RAY_kill_child_processes_on_worker_exit"] = "0"
         # Ray's workers are nice to the rest of the machine; here they are what the machine is for.
         os.environ.setdefault("RAY_worker_niceness", "0")
@@ -330,9 +330,9 @@ class RayCluster:
 
 
 def check_reachable(address: str) -> None:
-    """Raise ClusterError if nobody listens at `host:port`.
+    """Raise ClusterError if no program listens at `host:port`.
 
-    Ray itself tries for a quarter of an hour before it says so.
+    Ray itself tries for a quarter of an hour.
     """
     host, _, port = address.rpartition(":")
     if "/" in host or not port.isdigit():

@@ -107,10 +107,10 @@ WAITING_SECONDS = 30.0
 """Between two lines about a role that cannot be placed, or does not answer."""
 STOP_MARGIN_SECONDS = 30.0
 SILENT_SECONDS = 30.0
-"""How long an actor may not answer, without Ray saying that it is lost, before it is taken for
+"""How long an actor may not answer, while Ray does not report it as lost, before it counts as
 lost."""
 LOOK_SECONDS = 60.0
-"""How long an actor that is there may take to say how its process is; it asks that one for ten
+"""How long an actor that is there may take to report on its process; it asks that one for ten
 seconds at most."""
 
 
@@ -125,7 +125,7 @@ class Driver:
         settings: of it.
         cluster: where.
         keys: variable → key of the servers.
-        fleet: told which vLLM servers there are, and when one has another address.
+        fleet: gets the vLLM servers, and new addresses.
         silences: notices roles that run and do nothing.
         check: raises if the run shall stop; called at each look.
         commands: what starts each role, if not the project's own.
@@ -197,7 +197,7 @@ class Driver:
         now = self._clock()
         if (
             now - self._ticked > SILENT_SECONDS
-        ):  # this process stood still, and what came meanwhile is not read yet
+        ):  # this process stood still; answers that came are not read yet
             for keeper in self.keepers.values():
                 keeper.asked = now
             self._silences.forget()
@@ -438,7 +438,7 @@ class Driver:
         return True
 
     def _wait(self, keeper: Keeper, now: float) -> None:
-        """Say what a role waits for, and end the run where it has waited too long."""
+        """Log what a role waits for. End the run if it has waited too long."""
         if keeper.state is State.UP:
             return
         limit = self._settings.orchestration.start_seconds
@@ -518,7 +518,7 @@ class Driver:
         self._give_up(keeper, now, delay)
 
     def _end(self, keeper: Keeper, now: float) -> None:
-        """Wait until a process that was told to end has done so, the trainer with its checkpoint
+        """Wait until a process that was signalled has ended, the trainer with its checkpoint
         written.
         """
         if keeper.pending is not None and not keeper.pending.done():
@@ -548,7 +548,7 @@ class Driver:
     # ----------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Stop every process, those that feed others first; never raises for one that is gone."""
+        """Stop every process, in STOP_ORDER; never raises for one that is gone."""
         for kind in STOP_ORDER:
             keepers = [
                 keeper

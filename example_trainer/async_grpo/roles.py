@@ -62,7 +62,7 @@ class Node:
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """`2 GPU and 4 CPU`, without what nobody reads."""
+    """`2 GPU and 4 CPU`, other resources left out."""
     shown = [
         f"{amount:g} {name}"
         for name, amount in sorted(resources.items(), reverse=True)
@@ -77,10 +77,10 @@ def fits(demand: Mapping[str, float], free: Mapping[str, float]) -> bool:
 
 
 def hardest_first(demands: Sequence[Demand]) -> list[Demand]:
-    """Groups in the order in which they should get their places: those that may lie on one node
+    """Groups in the order in which they should get their places: groups that may lie on one node
     alone, then the largest.
 
-    Whoever is small and may go anywhere would otherwise take what only they can use. Ray places in
+    Small groups that may go anywhere would otherwise take it. Ray places in
     the order of the requests.
     """
 
@@ -101,7 +101,7 @@ def assign(demands: Sequence[Demand], nodes: Sequence[Node]) -> tuple[dict[str, 
 
     Returns:
         Group -> node, and the groups that found none. Ray decides by itself where a group comes;
-        this says whether all fit.
+        this shows whether all fit.
     """
     free = {node.name: dict(node.free) for node in nodes}
     found: dict[str, str] = {}
@@ -155,7 +155,7 @@ NEEDED_KEYS = {
 }
 """Kind of role -> the variables with keys that it gets."""
 STOP_ORDER = ("environment", "reference", "trainer", "parameter-server", "generator", "service")
-"""Kinds in the order in which they are stopped: those that feed others first."""
+"""Kinds in the order in which they are stopped: producers first."""
 TRAINER_FILE = "trainer.yaml"
 STORE_FILE = "rollouts.db"
 
@@ -175,7 +175,7 @@ class Role:
         wants: roles that must be up before it is started the first time.
         knows: roles that must have their places before it is started: their addresses are in its
             command.
-        bound: roles with whose new address it is started anew.
+        bound: roles whose new address restarts it.
         ready: paths that it answers once it works, for its first life and for later ones; empty if
             it listens nowhere.
         grace: seconds between SIGTERM and SIGKILL.
@@ -198,7 +198,7 @@ class Role:
 
 
 def roles_of(settings: Settings) -> list[Role]:
-    """Every role of a run, those that others need first."""
+    """Return every role of a run, in the order of need."""
     asked = settings.orchestration
     gpu = float(asked.device == "gpu")
     generators = tuple(f"generator-{n + 1}" for n in range(asked.generators))
@@ -368,7 +368,7 @@ class Commands:
         on_cpu = self._settings.orchestration.device == "cpu"
         one_by_one = (
             on_cpu and self._settings.orchestration.exact_resume
-        )  # as there is no deterministic mode on CPUs
+        )  # CPUs have no deterministic mode
         lora = training.get("weight_bridge_mode") == "lora_only"
         server_flags = commands.vllm_flags(
             here.listen,

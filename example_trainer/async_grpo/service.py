@@ -182,7 +182,7 @@ def calls(answer: Any, rows: str, name: str, now: float) -> dict[str, float]:
     return newest
 
 
-# Tells the trainer, by way of the rollout service, which vLLM servers this run has.
+# The vLLM servers of this run, reported to the trainer through the rollout service.
 #
 # Its keeper does the rest.
 
@@ -191,10 +191,10 @@ class Fleet(Protocol):
     """Who is told."""
 
     def moved(self, before: Address, now: Address) -> None:
-        """A server that was at one address is at another. Said to nobody yet."""
+        """Note that a server has another address; `tell` reports it."""
 
     def tell(self, service: Address, servers: Collection[str] | None) -> None:
-        """Say what is still to be said; called again and again while the service is up.
+        """Report what is still due; called again and again while the service is up.
 
         Args:
             service: the rollout service.
@@ -276,11 +276,11 @@ class ServiceFleet:
         except urllib.error.HTTPError as error:
             if wish != "leave" or error.code != 404:
                 raise
-            # Nobody knows it: it is gone already, which is all that was asked for.
+            # The service does not know it: it is gone already.
 
 
 def reason(error: Exception) -> str:
-    """Why a request failed, as one line, with what the service says of it."""
+    """Return the reason of a failed request as one line, with the service's detail."""
     if not isinstance(error, urllib.error.HTTPError):
         return " ".join(str(error).split())
     try:

@@ -1,4 +1,4 @@
-"""The configuration of an asynchronous run: four sections of a YAML file, of which `training` takes
+"""The configuration of an asynchronous run: four sections of a YAML file; `training` takes
 every key of grpo.py.
 """
 
@@ -182,7 +182,7 @@ class Logging(Section):
 
 
 class Settings(Section):
-    """Everything that an asynchronous run can be told."""
+    """All settings of an asynchronous run."""
 
     orchestration: Orchestration = Field(default_factory=lambda: Orchestration.model_validate({}))
     inference: Inference = Field(default_factory=lambda: Inference.model_validate({}))

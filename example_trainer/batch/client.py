@@ -1,7 +1,7 @@
 """The trainer's side of the rollout service's wire: register, fetch batches, acknowledge them.
 
 Every wait ends: the service may be away for `service_timeout` seconds at a time, and a batch may
-take `batch_timeout`. One thread may fetch batches while another acknowledges those that were
+take `batch_timeout`. One thread may fetch batches while another acknowledges batches that were
 fetched before.
 """
 
@@ -50,7 +50,7 @@ class Registration:
         ref_logprobs_from_workers: groups that come without ref_logprobs wait for reference workers.
         reference: what those are to compute; see training.reference.
         log_dir: where the trainer writes its figures, for the service's page.
-        inference_servers: addresses of the vLLM servers that it was started with, likewise.
+        inference_servers: addresses of the vLLM servers that it was started with, for the same page.
     """
 
     wandb_group: str
@@ -243,7 +243,7 @@ class TrainedBatch:
 
     Attributes:
         id: the rollout service's number for it.
-        uuid: of the registration under which it was handed out, which says of which service and
+        uuid: of the registration under which it was handed out, which identifies service and
             which trainer it was.
         positions: where the environments that can be resumed exactly go on after it: the number of
             an item, by stream; None if there are none.
@@ -264,7 +264,7 @@ class FetchedBatch:
         queue_size: groups that the service then held for later batches.
         environments: names of the environments that the groups are from, by id; empty if the
             service says none.
-        uses: how often each group was learned from before; empty if the service does not say.
+        uses: how often each group was learned from before; empty if unknown.
     """
 
     groups: list[dict[str, Any]]
@@ -304,7 +304,7 @@ class RolloutClient:
         self._query: dict[str, int] = {}
         self._logged_no_leases = False
         self.server_trouble: Callable[[], str] = lambda: ""
-        """Return which servers cannot be sampled from, each with its reason, for the line that says
+        """Return which servers cannot be sampled from, each with its reason, for the log line on
         what is waited for."""
         self._changed = threading.Condition()
         """Guards `_held`, `_version` and `_positions`."""
@@ -486,7 +486,7 @@ class RolloutClient:
         Nothing is sent to a service that leases no batches (the original wire).
 
         Args:
-            lease: the batch that was fetched first of those that are held.
+            lease: the oldest held batch.
             weight_version: optimizer steps behind the weights now.
             skipped: why the batch is not in them; None if it is.
             report: what was computed for its tokens; see observe.token_report. A service that does

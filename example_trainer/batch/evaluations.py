@@ -34,14 +34,14 @@ class Evaluation:
 
     Attributes:
         id: the rollout service's number for it; later ones have higher ones.
-        time: when the service got it, in Unix seconds; with `id` it tells evaluations apart across
+        time: when the service got it, in Unix seconds; with `id` it identifies evaluations across
             services.
-        env_id: the service's number for the environment; None if it was not said.
+        env_id: the service's number for the environment; None if unknown.
         name: of the environment or its evaluation.
-        weight_version: of the weights that were evaluated; None if it was not said.
+        weight_version: of the weights that were evaluated; None if unknown.
         metrics: finite numbers by name.
         weight_epoch: which life of the trainer made those weights, for after a resume the same
-            versions come again; None if it was not said.
+            versions come again; None if unknown.
     """
 
     id: int
@@ -54,12 +54,12 @@ class Evaluation:
 
     @property
     def key(self) -> tuple[int, float]:
-        """A pair that identifies the evaluation, also among those of other services."""
+        """A pair that identifies the evaluation, also across services."""
         return self.id, self.time
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> Evaluation:
-        """One as the service tells it.
+        """Read an entry of the service's answer.
 
         Raises:
             KeyError, TypeError, ValueError, AttributeError, OverflowError: it is something else.
@@ -87,7 +87,7 @@ class EvaluationFeed:
     """Asks the rollout service for new results, in a thread of its own.
 
     A service without the route (the original wire) is asked once. One that is away, or answers
-    something else, is asked again with the next step; each kind of failure is told once.
+    something else, is asked again with the next step; each kind of failure is logged once.
 
     Args:
         url: of the service.
@@ -110,7 +110,7 @@ class EvaluationFeed:
         self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
         self._seen = set(seen)
         self._first_epoch = first_epoch
-        self._last = next(reversed(seen), None)  # key of the last one that the service told
+        self._last = next(reversed(seen), None)  # key of the last one in the service's answers
         self._arrived: queue.SimpleQueue[Evaluation] = queue.SimpleQueue()
         self._told: set[str] = set()  # kinds of failures that the log names
         self._changed = threading.Condition()
@@ -165,8 +165,8 @@ class EvaluationFeed:
                 self._changed.notify_all()
 
     def _read(self) -> bool:
-        """Ask once, and again from the beginning if the service no longer has what it told last: it
-        was restarted empty, and numbers its evaluations anew. Whether it answered."""
+        """Ask once, and again from the beginning if the service no longer has its last entry: it
+        was restarted empty, and numbers from the beginning. Return whether it answered."""
         last = self._last
         try:
             keys = self._request(0 if last is None else last[0] - 1)
@@ -179,7 +179,7 @@ class EvaluationFeed:
 
     def _request(self, after: int) -> set[tuple[int, float]] | None:
         """Put what is new among the evaluations behind this id where `take` finds it. The keys of
-        all that were told; None if the service has no evaluations."""
+        all entries; None if the service has no evaluations."""
         response = self._http.get("/evaluations", params={"after": after})
         if response.status_code in _NOT_OFFERED:
             logger.info("The rollout service at %s tells of no evaluations", self.url)

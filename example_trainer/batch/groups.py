@@ -62,7 +62,7 @@ def version_on_line(
         version = effective_version(epoch, version, lives)
     if (
         version > present
-    ):  # of an earlier life that did not say so, or of a trainer that this one has replaced
+    ):  # of an earlier session without an epoch, or of a trainer that this one has replaced
         version = lives[-1].start - 1 if lives else present
     return min(version, present)
 
@@ -156,7 +156,7 @@ def _of_first_entries(
     the SDK sends; else None.
 
     No statement is run for each token: a batch has a million of them, and the thread that reads it
-    shares its interpreter with the one that trains.
+    shares its interpreter with the training thread.
     """
     if not set(map(type, ids)) | set(map(type, logprobs)) <= {list}:
         return None
@@ -266,15 +266,15 @@ def versions_of(
 
     Args:
         sequence: its number in the group.
-        oldest: version and epoch of the oldest weights behind it, None where nobody said: all of
-            its tokens count as theirs where no more is said.
+        oldest: version and epoch of the oldest weights behind it, None if unknown: all of
+            its tokens count as theirs without spans.
         counts: its sampled tokens, and how many of these are trained: nothing predicts a first
             token.
         present: the trainer's version.
         lives: of its run; see ages.
 
     Returns:
-        [trained] int64, None where nothing is said; and what was wrong with spans that do not fit,
+        [trained] int64, None if unknown; and what was wrong with spans that do not fit,
         which are passed over.
     """
     sampled, trained = counts
@@ -372,7 +372,7 @@ class SamplerLogprobs:
 
     Attributes:
         raw: addresses of those whose logprobs are before any temperature.
-        unknown: of those that could not be asked.
+        unknown: addresses of servers that could not be asked.
         processed: of those whose logprobs are of the distribution that they sample from, at its
             temperature.
     """
@@ -402,8 +402,8 @@ class Sampling:
     """Sampling parameters of a sequence.
 
     Attributes:
-        temperatures: [sampled] float32; None where nobody said.
-        max_tokens: limit of the last request; None where nobody said.
+        temperatures: [sampled] float32; None if unknown.
+        max_tokens: limit of the last request; None if unknown.
         narrowed: parameters that changed the distribution otherwise, as "top_p 0.9".
     """
 
@@ -422,12 +422,12 @@ def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -
     """Read a sequence's entry of `sampling_params`.
 
     Args:
-        entry: None where nothing is said.
+        entry: None if unknown.
         sequence: its number in the group, for messages.
         sampled: its sampled tokens.
 
     Raises:
-        GroupError: it is no such entry, or says what must not be trained on.
+        GroupError: it is not such an entry, or must not be trained on.
     """
     if entry is None:
         return Sampling()
@@ -825,13 +825,13 @@ class TrainedSequence:
         tokens: [length] int64, prompt and response.
         positions: [trained] int64, ascending: which tokens are trained. Position 0 never is, since
             nothing predicts it. None of them where the sequence is masked for its length.
-        fields: [trained] each, by their names in TOKEN_FIELDS; those that are unknown are not there.
+        fields: [trained] each, by their names in TOKEN_FIELDS; unknown fields are left out.
             `sequence[name]` is one of them, or its fill values.
         score: the reward, as the environment gave it.
         weight_version: of the oldest weights that any of its tokens was sampled under; None if it
             was not said.
         order: place in the batch (group, sequence within the group), which settles ties.
-        weight_epoch: of the trainer that made those weights; None if it was not said. See ages.
+        weight_epoch: of the trainer that made the weights; None if unknown. See ages.
         finish_reason: why the sampler ended it, "length" where it ran into its limit; None if it
             was not said.
         success: whether it solved its item, independent of its score; None if unknown.
@@ -955,7 +955,7 @@ class _Group:
 
     Attributes:
         sequences: with advantages of 0.
-        scores: what advantages are made of: those of the environment, less penalties.
+        scores: what advantages are made of: the environment's scores, less penalties.
         own: [length] of each sequence, the advantages that the group brought along; None if it
             brought none.
         zeroed: whether an override takes each one's advantages away.
@@ -1036,7 +1036,7 @@ class _GroupReader:
     """Reads groups into a batch.
 
     Attributes:
-        batch: is told what is passed over.
+        batch: collects what is passed over.
         present: the trainer's version.
         others: see parse_batch.
     """
@@ -1099,7 +1099,7 @@ class _GroupReader:
             self._require_reference(sequence)
             sequences.append(sequence)
             shaped.append(scores[i] + self._penalty(sequence, sampling, own is not None))
-        # Only now: of a group that is not valid, what it says is passed over.
+        # Only now: a group that is not valid counts in no figure.
         self.batch.unusable_spans += unusable
         self.batch.narrowed |= narrowed
         if "rollout_logprobs" in rows:

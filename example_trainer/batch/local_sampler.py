@@ -45,7 +45,7 @@ class Sampler:
         api_key: bearer token, if the server asks for one.
 
     Raises:
-        ModelError: there is no tokenizer, or it has no chat template.
+        ModelError: the tokenizer is missing, or has no chat template.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class SampledBatches:
         hold: bool = False,
         report: dict[str, Any] | None = None,
     ) -> None:
-        """Nobody waits to hear of it, but a batch that is left out may be missing.
+        """Check that a batch that is left out can be replaced.
 
         Raises:
             TrainerError: there is none to take its place that is as old.
@@ -261,7 +261,7 @@ class SampledBatches:
     def last_report(
         self, report: dict[str, Any] | None, error: str | None, patience: float
     ) -> None:
-        """Nobody reads it."""
+        """Do nothing: no service reads it."""
 
     def end_run(self) -> None:
         """No service follows the run."""
@@ -272,4 +272,4 @@ class SampledBatches:
         return
 
     def release(self) -> None:
-        """Nobody waits to hear of it."""
+        """Do nothing: no service holds batches."""

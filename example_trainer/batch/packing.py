@@ -163,13 +163,13 @@ class PackedBin:
 # What rollouts have in common at their beginning, as a tree of spans of which each is forwarded
 # once. Pure.
 #
-# Rollouts of a group begin with the same prompt, and those of several turns may part later than that:
+# Rollouts of a group begin with the same prompt, and rollouts of several turns may part later:
 #
 #     prompt ─┬─ answer 1
 #             └─ turn 1 ─┬─ answer 2          four spans in place of three sequences
 #                        └─ answer 3
 #
-# A span is split off for those that share it only if it spares them at least LEAST_SAVING tokens
+# A span is split off only if it spares the rollouts that share it at least LEAST_SAVING tokens
 # each: every further span is one more run of keys that attention has to gather, and one more ragged
 # end among its tiles, for all that continue it.
 
@@ -213,7 +213,7 @@ class PrefixTree:
 
     @property
     def keys(self) -> int:
-        """Keys that the spans see, each its own and those of all that it continues."""
+        """Keys that the spans see, each its own keys and the keys of all spans that it continues."""
         return sum(span.end for span in self.spans)
 
     @property
@@ -431,13 +431,13 @@ def pack_batch(
             SEEN_PER_TOKEN times as many keys: activations grow with both. A sequence that is longer
             itself has a pass of its own.
         ranks: data-parallel ones; each works on its own bins, pass by pass with the others.
-        normalisation, max_tokens: see token_weights; the weights are those of the whole minibatch.
+        normalisation, max_tokens: see token_weights; the weights count in the whole minibatch.
             A constant is the same for all minibatches, whatever is masked: it counts as many
             sequences as the batch has for each of them.
         share_prefixes: forward what rollouts of a group have in common once.
         minibatches: of an optimizer update each; see divide. Fewer are made of a batch with fewer
             trained sequences.
-        temperature: of sequences that do not say theirs.
+        temperature: of sequences without one.
         forward_zero_advantages: forward those too from which nothing is learned.
 
     Returns:
@@ -549,7 +549,7 @@ def _unit(rollouts: Sequence[_Rollout]) -> _Unit:
 
 def _split(unit: _Unit, tokens_per_bin: int, most_rollouts: int) -> list[_Unit]:
     """Halve a unit until its parts are small enough, each with its own copy of what the halves
-    shared. Those that share most stand together, and so stay together."""
+    shared. Rollouts that share most are neighbours, and so stay together."""
     done, todo = [], [unit]
     while todo:
         unit = todo.pop()

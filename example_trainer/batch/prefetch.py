@@ -8,7 +8,7 @@ With several ranks the thread of rank 0 hands the others their bins, and their t
 them (`BinChannel`).
 
 One batch ahead and no more: what is fetched earlier is trained on later, and so older. A batch that
-is fetched stays leased until it is acknowledged, so one that nobody came to train on goes to the
+is fetched stays leased until it is acknowledged, so a batch that was not trained on goes to the
 trainer that registers next.
 """
 
@@ -75,7 +75,7 @@ class BinChannel:
 
         Args:
             minibatches: of each the bins of each data-parallel rank; one share is for all ranks.
-                None at all: nothing of the batch can be trained on, which the others are told so.
+                None at all: the batch has nothing to train on, and the other ranks are informed.
 
         Raises:
             RankError: a rank is gone, or silent for longer than --rank-timeout.
@@ -92,7 +92,7 @@ class BinChannel:
         return shares[0]
 
     def receive(self, over: Callable[[], bool]) -> Minibatches | None:
-        """On another rank: its own bins, on the host, when they come; None once nobody waits for
+        """On another rank: its own bins, on the host, when they come; None once no rank waits for
         them any more.
 
         A batch takes as long as the environments need, or as the step before it: the deadline is
@@ -265,7 +265,7 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, prepared: Prepared, minibatches: Minibatches) -> Prepared:
-        """With bins whose copy has begun, or the error that there is no room for them."""
+        """With bins whose copy has begun, or an out-of-memory error."""
         try:
             if self._stream is None:
                 return replace(prepared, minibatches=self.handed_over(minibatches))
@@ -401,14 +401,14 @@ class Batches:
         hold: bool = False,
         report: dict[str, Any] | None = None,
     ) -> None:
-        """Say that the batch which `next` gave last, or failed with, need not be handed out again;
+        """Report that the batch of the last `next` need not be handed out again;
         see RolloutClient.
 
         Args:
             hold: what was learned is not saved yet. The service keeps the batch for the trainer
-                that registers next, until it is told again: with the next batch that is not held,
+                that registers next, until the next report: with the next batch that is not held,
                 or in `release`.
-            report: see RolloutClient.acknowledge; told at once, by rank 0.
+            report: see RolloutClient.acknowledge; sent at once, by rank 0.
         """
 
         def tell() -> None:
@@ -441,7 +441,7 @@ class Batches:
 
     @property
     def owes(self) -> bool:
-        """Return whether `release` has anything to tell, of skipped batches too.
+        """Return whether `release` has anything to report, skipped batches included.
 
         Not collective: of rank 0.
         """
@@ -482,7 +482,7 @@ class Batches:
 
     def begin(self, version: int) -> None:
         """Ask for the batch of `version` before `next` does: environments are let in when the first
-        one is asked for. Waits for nobody."""
+        one is asked for. Returns at once."""
         self._preparing.want(version)
 
     def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
@@ -528,7 +528,7 @@ class Batches:
     def _wait(self, version: int, upkeep: Upkeep | None) -> dict[str, Any] | None:
         """On rank 0: wait for the batch and take it.
 
-        What to tell all ranks of it; None when there is work for them first.
+        Returns what all ranks need to know of it; None if upkeep is due first.
         """
         if self._taken is not None:
             raise RuntimeError(f"batch {self._taken.lease} has not been acknowledged")
@@ -563,7 +563,7 @@ class Batches:
 
         Raises:
             RankError: it has not come.
-            OutOfMemoryError: there is no room for it on this rank's device, if that is asked for.
+            OutOfMemoryError: it does not fit on this rank's device, if that is asked for.
         """
         if self._ranks.is_main:
             return
@@ -606,7 +606,7 @@ class Batches:
                 "What %s does for the next batch is given up after %.0f s", slow, CLOSE_SECONDS
             )
         elif self._client is None:
-            with suppress(RankError):  # then nobody waits there
+            with suppress(RankError):  # then no rank waits there
                 self._channel.leave()
         if self._client is not None:
             self._client.close()

@@ -69,7 +69,7 @@ def find_task(name: str | None, digits: int = 2) -> Task:
     so many digits if nothing.
 
     Raises:
-        ConfigError: there is no such task or file, the file holds no problems, or the hub cannot be
+        ConfigError: the task or file does not exist, the file holds no problems, or the hub cannot be
             reached.
     """
     if name is None:

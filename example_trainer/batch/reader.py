@@ -1,4 +1,4 @@
-"""From the groups of a batch to its bins: parsing, what had to be left out said aloud, packing."""
+"""From the groups of a batch to its bins: parsing, packing, and warnings about what is left out."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def safe_name(name: str) -> str:
 
 
 def safe_names(ids: Iterable[int], names: Mapping[str, Any]) -> dict[int, str]:
-    """A safe name for each environment. Those of one name are one environment, in several
+    """A safe name for each environment. Processes with one name are one environment in several
     processes; others differ.
 
     Args:
         ids: of the environments, as the rollout service numbers them.
-        names: theirs by id, as `/batch` says it; those that are not there are called by their id.
+        names: names by id, from `/batch`; environments without one are called by their id.
 
     Example:
         safe_names([3, 4, 5, 6], {"3": "math easy", "4": "math_easy", "5": "math easy"})
@@ -84,8 +84,8 @@ class BatchFigures:
         sequences: rollouts.
         response_length_mean, response_length_p50, response_length_p95, response_length_max: sampled
             tokens of a rollout.
-        truncated_share: of the rollouts that say why their sampling ended, those that ran into
-            their limit; None if none says.
+        truncated_share: share of the rollouts with a finish reason that ran into
+            their limit; None if none has one.
         sequences_too_long: how many were longer than the length limit, and so not trained on.
         zero_advantage_share: of the rollouts that are trained on, those whose advantages are all 0.
         groups_invalid: groups that were left out.
@@ -93,13 +93,13 @@ class BatchFigures:
             says.
         uses_mean: batches in which a group of the batch had been trained on before; None if each is
             used once.
-        forwarded_tokens: those of all bins.
-        forwarded_targets: trained tokens of all bins: all of them, but for those of advantage 0
+        forwarded_tokens: tokens of all bins.
+        forwarded_targets: trained tokens of all bins; tokens of advantage 0 are missing
             where these are not forwarded.
-        targets_with_logprobs: those of them that came with the logprob that they were sampled with.
-        targets_with_reference: those of them that came with the logprob under the reference, where
+        targets_with_logprobs: number of them with a sampler's logprob.
+        targets_with_reference: number of them with a logprob under the reference, if
             one is wanted.
-        sequence_tokens: those of all rollouts in bins, what they share counted for each.
+        sequence_tokens: tokens of all rollouts in bins; shared ones count for each.
         attended_pairs: pairs of a forwarded token and one that it attends to.
         bins: forward and backward passes with work in them, over all ranks.
         rewards: mean score of each environment's rollouts, by a name that is safe as a key; none of
@@ -161,7 +161,7 @@ def figures_of(
         minibatches: its bins, by minibatch and rank.
         version: the trainer's when it trains on the batch.
         lives: of its run; see ages.
-        environments: their names by id, as `/batch` says them.
+        environments: their names by id, from `/batch`.
         uses: how often each group was trained on before; empty where each is used once.
     """
     bins = [one for shares in minibatches for share in shares for one in share if not one.empty]
@@ -237,7 +237,7 @@ class PackedBatch:
     Attributes:
         minibatches: of each, the bins of each data-parallel rank.
         lives: of the run; see ages.
-        environments: their names by id, as `/batch` says them.
+        environments: their names by id, from `/batch`.
         uses: how often each group was trained on before; empty if that is not known.
     """
 
@@ -273,7 +273,7 @@ class ReadyBatch:
 
 
 class BatchReader:
-    """Reads the batches of a run. What holds for a whole run, and may be a mistake, is said once.
+    """Reads the batches of a run. A warning that holds for a whole run is logged once.
 
     Args:
         config: what is trained on, how advantages and weights are made, whether beginnings are
@@ -286,7 +286,7 @@ class BatchReader:
         media_tokens: see Rules.
 
     Raises:
-        ConfigError: there are no such --advantages.
+        ConfigError: --advantages does not exist.
     """
 
     def __init__(
@@ -335,13 +335,13 @@ class BatchReader:
         environments: Mapping[str, Any] | None = None,
         uses: Sequence[int] = (),
     ) -> PackedBatch:
-        """Parse and pack a batch. Says what it had to leave out.
+        """Parse and pack a batch. Log what is left out.
 
         Args:
             groups: as `/batch` returns them.
             version: the highest that the trainer can have when it trains on the batch.
-            environments: names by id, as `/batch` says them.
-            uses: how often each group was trained on before, as `/batch` says it.
+            environments: names by id, from `/batch`.
+            uses: how often each group was trained on before, from `/batch`.
 
         Raises:
             BatchError: nothing in the batch can be trained on, or a teacher is to be learned from

@@ -1,8 +1,8 @@
-"""Run one command, and let nothing of it outlive whoever asked for it.
+"""Run one command, and end all of its processes with the process that started it.
 
     python guard.py CONTROL GRACE_SECONDS COMMAND [ARGUMENT...]
 
-The guard stays between whoever starts a process (the quick start, a trainer, a test) and that
+The guard stays between the starter of a process (the quick start, a trainer, a test) and that
 process. It ends the command, with all that the command started, when the control pipe closes. The
 starter closes the pipe to stop the process; the kernel closes it when the starter dies, however it
 dies, so that `kill -9` takes the very same way as a regular stop. CONTROL is the number of the file
@@ -42,7 +42,7 @@ PR_SET_CHILD_SUBREAPER = 36
 LEFTOVER_SECONDS = 3.0
 """How long what the command left behind has between SIGTERM and SIGKILL."""
 KILL_SECONDS = 10.0
-"""How long a killed process may take to vanish before the guard gives up on it and says so."""
+"""How long a killed process may take to vanish before the guard gives up on it, with an error line."""
 ENDING_BYTES = 128
 
 

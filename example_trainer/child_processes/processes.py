@@ -70,7 +70,7 @@ def file_size(path: Path) -> int:
 ERROR_LINE = re.compile(
     r"(?:^|[\]\s])((?:\w+\.)*\w*(?:Error|Exception)): \S|(?:^|\s)ERROR (?!\d\d-\d\d)"
 )
-"""The end of a traceback, or a line of this project's own that says what is wrong; not vLLM's mark
+"""The end of a traceback, or an error line of this project; not vLLM's mark
 on every line of one."""
 
 
@@ -159,7 +159,7 @@ class RunningProcess(ABC):
         return code is not None and not (self.may_finish and code == 0)
 
     def died(self) -> ProcessDied:
-        """The error that tells of its end: name, exit status, log path, last lines."""
+        """Return the error for its end: name, exit status, log path, last lines."""
         code, how = self.poll(), "is still running"
         if code is not None:
             how = describe_exit(code)
@@ -188,7 +188,7 @@ class RunningProcess(ABC):
                 send(pid, signal.SIGKILL)
             self.wait_for_guard(GUARD_MARGIN_SECONDS)
         code = self.poll()
-        if code is None:  # stuck in the kernel; whoever stops several goes on with the others
+        if code is None:  # stuck in the kernel; the caller goes on with other processes
             logger.error(
                 "%s: guard %d does not end though it was killed: see ps -o stat,wchan,args",
                 self.name,
@@ -226,7 +226,7 @@ def start_guard(
         env=variables,
         cwd=directory,
         pass_fds=(control,) if isinstance(control, int) else (),
-        # Ctrl-C in the terminal, and its closing, are for whoever started it, who stops the rest
+        # Ctrl-C in the terminal, and its closing, are for its starter, which stops the rest
         start_new_session=True,
     )
 
@@ -337,7 +337,7 @@ class ManagedProcess(RunningProcess):
 
         Args:
             seconds: the deadline.
-            idle: called about ten times a second meanwhile, for instance to check on other
+            idle: called about ten times a second, for instance to check on other
                 processes.
 
         Raises:
@@ -423,7 +423,7 @@ def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:
     Raises:
         OSError: no connection, no answer in time, or a status of 400 and above
             (urllib.error.HTTPError).
-        ValueError: the answer is no JSON.
+        ValueError: the answer is not JSON.
     """
     request = urllib.request.Request(url, headers=_bearer(key))
     with opener.open(request, timeout=seconds) as response:
@@ -432,7 +432,7 @@ def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:
 
 
 def post_json(url: str, body: Any, seconds: float = 5.0, key: str = "") -> None:
-    """POST JSON to a server of this run, whose answer nobody needs.
+    """POST JSON to a server of this run, and ignore the answer.
 
     Arguments and errors as of `get_json`.
     """

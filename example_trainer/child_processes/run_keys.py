@@ -35,7 +35,7 @@ def read_keys(run: Path) -> dict[str, str]:
 
 
 def make_keys(run: Path, environment: Mapping[str, str], running: bool) -> dict[str, str]:
-    """The keys that the parts of this run shall have: those of the shell, else those that the run
+    """Return the keys for the parts of this run: the shell's, else the ones that the run
     has, else new ones.
 
     Args:

@@ -76,7 +76,7 @@ def make_parity(
         for (
             url,
             info,
-        ) in answers.ok.items():  # those that are not there yet are looked at when they join
+        ) in answers.ok.items():  # servers that are not there yet are checked when they join
             theirs = pair(ours, info, url)
     finally:
         for server in servers.values():

@@ -82,7 +82,7 @@ class ParityCheck:
         ours, theirs: which kernels the trainer and vLLM run, for the error.
         stop: raise at the first mismatch; False only counts, as a comparison with the mode off
             needs it.
-        older: whether tokens of older weights, or of weights that nobody named, may be trained on.
+        older: whether tokens of older weights, or of unknown weights, may be trained on.
 
     Attributes:
         first: the first token that differed in the whole run.
@@ -150,7 +150,7 @@ class ParityCheck:
         """Add a bin to the figures.
 
         Returns:
-            Its tokens of the present weights: all of them, those that differ, and those that came
+            Its tokens of the present weights: all of them, the different ones, and the ones that came
             without a logprob.
         """
         unknown = sampled.isnan()
@@ -270,7 +270,7 @@ def require_same_kernels(ours: Provenance, theirs: Provenance | None, server: st
     """Refuse a server that does not run this trainer's kernels.
 
     Args:
-        theirs: what the server says of itself; None if it is not in deterministic mode.
+        theirs: the server's provenance; None if it is not in deterministic mode.
         server: its address.
 
     Raises:

@@ -265,7 +265,7 @@ class MetricsServer:
     """Answers Prometheus from a thread of its own, with what `update` was last given."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        """Listen on a port of the address; whoever reaches it may read the figures, and nothing
+        """Listen on a port of the address; every client that reaches it may read the figures, and nothing
         else.
 
         Raises:

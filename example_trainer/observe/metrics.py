@@ -71,7 +71,7 @@ class EvaluationFile:
         if half:
             os.truncate(
                 path, path.stat().st_size - len(half)
-            )  # in place: there is no moment without what is whole
+            )  # in place, so that whole lines are always there
 
     def write(self, step: int, evaluation: Evaluation) -> None:
         """Add one. `step` is that of the trainer when it learned of it."""
@@ -128,7 +128,7 @@ class StepFigures:
     Attributes:
         step, steps: optimizer steps done and to be done.
         reward: mean score of the step's sequences.
-        success: share of solved items, from 0 to 1; None if the environments do not say.
+        success: share of solved items, from 0 to 1; None if unknown.
         rate: trained tokens per second.
         age: weight versions since the sequences were sampled, as text: mean and maximum, or `?` if
             unknown.
@@ -215,7 +215,7 @@ class MetricsLog:
     """Writes rows. A row is in the file when `write` returns, unless the disk is full.
 
     A new run moves an earlier metrics.jsonl aside; a resumed one continues it, without the rows
-    after the step that it resumes from. Likewise evaluations.jsonl, of which a resumed run keeps
+    after the step that it resumes from. It treats evaluations.jsonl in the same way, but a resumed run keeps
     all.
 
     Args:
@@ -310,7 +310,7 @@ class _Scalars:
     """Numbers for TensorBoard and W&B.
 
     Attributes:
-        step: at which they are told; W&B takes none that is earlier than one before.
+        step: at which they are logged; W&B takes no earlier step than the last.
         at: where they stand, for evaluations the weight version.
         axis: what W&B calls it, if it is not the step.
     """

@@ -275,7 +275,7 @@ def memory_history(
     moment in which memory runs out, when what fills it is still there.
 
     Raises:
-        ConfigError: the device is no GPU, or the folder cannot be made.
+        ConfigError: the device is not a GPU, or the folder cannot be made.
     """
     if not wanted:
         yield

@@ -47,7 +47,7 @@ class TokenReport:
         sequences: how many of a step, 0 for none. They are of as few groups as possible, chosen by
             the version alone.
         most_tokens: of all of them; of one for which there is no room left, the first tokens are
-            told, or nothing.
+            reported, or none.
 
     Example:
         report.begin(optimizer.steps, bins)

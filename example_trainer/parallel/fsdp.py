@@ -4,7 +4,7 @@ Each rank works on its own bins of tokens and holds a range of rows of every par
 moments; a layer's parameters are whole only while that layer computes. The parameters of a trained
 model are its float32 masters. FSDP2 rounds them to the dtype that the model computes in whenever it
 gathers them, and sums their gradients over bins and ranks in float32. It sums, and does not
-average: the loss weights are those of the whole batch.
+average: the loss weights count in the whole batch.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def sharded_decoder(
     world_size: int,
     trained: bool = True,
 ) -> Decoder:
-    """A decoder of which this rank allocates its shards alone, uninitialised. Collective.
+    """A decoder with this rank's shards alone, uninitialised. Collective.
 
     Args:
         dtype: that the model computes in.

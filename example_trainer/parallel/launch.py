@@ -31,7 +31,7 @@ from example_trainer.errors import ConfigError
 from example_trainer.parallel.launched import LAUNCHER_VARIABLE
 from example_trainer.process import StopRequested, StopSignal
 
-# What the environment tells a process about the ranks of its job: who started it, which rank it
+# The variables that describe the ranks of a job to a process: who started it, which rank it
 # is, and where the ranks meet.
 
 LOOPBACK = "127.0.0.1"

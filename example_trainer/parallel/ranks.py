@@ -50,10 +50,10 @@ class Ranks:
     Attributes:
         rank: 0 to world_size - 1, over all machines.
         world_size: how many ranks there are.
-        timeout: seconds that a rank waits for the others unless a call says otherwise.
+        timeout: seconds that a rank waits for the others unless a call names another time.
 
     Example:
-        info = ranks.on_main("asking the server", lambda: server.wait_for_info())    # rank 0 asks, every rank is told
+        info = ranks.on_main("asking the server", lambda: server.wait_for_info())    # rank 0 asks, every rank gets the answer
         ranks.together("reading the model", lambda: read_weights(model, folder))     # one fails: all raise
     """
 
@@ -179,11 +179,11 @@ class Ranks:
         )
 
     def reason_of_another(self, seconds: float = _REASON_SECONDS) -> str:
-        """Not collective. What a rank that failed said before it ended; empty if it said nothing,
+        """Not collective. The reason that a failed rank left; empty if it left none,
         or the store is gone too.
 
         Args:
-            seconds: how long it may take to say so.
+            seconds: how long to wait for it.
         """
         deadline = time.monotonic() + seconds
         while self._store is not None:
@@ -213,7 +213,7 @@ class Ranks:
             "message": f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000],
         }
         try:
-            # The first to fail is the one that matters: what follows is its consequence.
+            # The first failure counts: the others are its consequence.
             self._store.compare_set(_FAILED, "", json.dumps(told))
         except RuntimeError:
             return  # the store has gone with the process that held it
@@ -429,7 +429,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except (StopRequested, Exception) as error:  # noqa: BLE001 - told to every rank, then raised
+    except (StopRequested, Exception) as error:  # noqa: BLE001 - sent to every rank, then raised
         return None, error
 
 

@@ -30,7 +30,7 @@ class TensorParallelShards(Shards):
 
     split          no other rank holds these elements; the gradient is right as it is
     equal          held whole by every rank, where the gradient comes out the same: norms, biases after a sum
-    partial        held whole by every rank, each of which sees some of its uses: the norms of query and key heads
+    partial        held whole by every rank, and each sees some of its uses: the norms of query and key heads
     shared heads   qkv_proj with fewer key/value heads than ranks: several ranks hold the same head and see some of its uses
     """
 

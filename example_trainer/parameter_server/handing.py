@@ -39,7 +39,7 @@ class ServedByParameters(BridgeServer):
 
 
 class ShareBoard(ServiceBoard):
-    """The rollout service's /fleet, of which the servers of one share are this one's."""
+    """The rollout service's /fleet, reduced to the servers of one share."""
 
     def __init__(
         self, url: str, api_key: str | None, by: str, share: Share, keys: ServerKeys
@@ -57,7 +57,7 @@ class ShareBoard(ServiceBoard):
 
 
 class SameSampling:
-    """Lets in servers alone that hand out logprobs of the same kind, which the trainer is told when
+    """Lets in only servers with the same kind of logprobs, which the trainer gets when
     it asks.
     """
 
@@ -68,7 +68,7 @@ class SameSampling:
     def check(self, url: str, info: dict[str, Any]) -> None:
         """Raise ConfigError if a server's differ from the first one's.
 
-        Servers that do not say are let in.
+        Servers without the route are let in.
         """
         with closing(VLLMClient(url, QUICK_SECONDS, self._api_key)) as server:
             mode = (server.look("/sampling") or {}).get("logprobs_mode")

@@ -70,7 +70,7 @@ class HeldCopy:
         tensors: what is held of each parameter, by name; views of one buffer.
         version: of the weights; None if they are not whole.
         weight_epoch: of the trainer that made them.
-        checksum: of them, as the trainer told it and as they were when they came.
+        checksum: of them, from the trainer, equal to the one on arrival.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
@@ -97,7 +97,7 @@ class HeldCopy:
 
 
 class _CopyUpdater(WeightUpdater):
-    """Receives into a copy that it is told."""
+    """Receives into a copy that the caller names."""
 
     def __init__(
         self, rank: int, layout: Sequence[FlatSlice], num_bytes: int, copies: Sequence[HeldCopy]
@@ -171,7 +171,7 @@ class HeldWeights(WeightReceiver):
     def lockstep_receive(self, version: int) -> None:
         """Receive beside what is handed out: into the copy that is neither being sent nor the
         newest. While an older one is being sent, the newest gives way: its successor is coming, and
-        whoever sends is not to be waited for.
+        the sender is not waited for.
         """
         kept = self._pinned
         if kept is None:
@@ -287,7 +287,7 @@ def held_model(held: HeldWeights) -> nn.Module:
 
 
 def show(model: nn.Module, copy: HeldCopy) -> None:
-    """Have the model's parameters be those of a copy."""
+    """Point the model's parameters at a copy."""
     for name, parameter in model.named_parameters():
         parameter.data = copy.tensors[name]
 

@@ -51,7 +51,7 @@ class StillEngine:
 
         Args:
             call: asks the ranks; blocks.
-            verified: called when all ranks have shown the checksums that the trainer has told, in
+            verified: called when all ranks have the trainer's checksums, in
                 the same thread as `call`.
         """
         self.errored = False
@@ -187,7 +187,7 @@ class HeldController(BridgeController):
     async def _until(
         self, wanted: str, what: str, also: tuple[str, ...] = ()
     ) -> list[dict[str, Any]]:
-        """As of vLLM's; a shard has no step to take meanwhile, so it may wait itself, and what it
+        """As of vLLM's; a shard has no other step to take, so it may wait itself, and what it
         receives is not held up by questions.
         """
         return await self._ranks.until(

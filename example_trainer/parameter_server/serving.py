@@ -46,7 +46,7 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
     Raises:
         ConfigError: an option does not go with this machine.
         HeldMemoryShortage: the copies do not fit.
-        TrainerError: as its message says.
+        TrainerError: see its message.
     """
     level = logging.INFO
     if os.environ.get("RANK", "0") != "0":

@@ -58,8 +58,8 @@ class Wire:
             most: bytes that it may have; -1: any number.
 
         Raises:
-            OSError: the other side has ended; TimeoutError if it says nothing.
-            ValueError: that was no line of JSON.
+            OSError: the other side has ended; TimeoutError if it is silent.
+            ValueError: the line is not JSON.
         """
         self._socket.settimeout(seconds)
         line = self._lines.readline(most)
@@ -131,7 +131,7 @@ class Shards:
         failed: Exception | None = None
         try:
             answers = [getattr(self._held, method)(*args)]
-        except Exception as error:  # noqa: BLE001 - raised below, when the others have been heard
+        except Exception as error:  # noqa: BLE001 - raised below, when the others have answered
             failed = error
             answers = [None]
         errors = []
@@ -172,7 +172,7 @@ class Shards:
                     logger.exception("[ParameterServer] %s failed", method)
                     told = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
                 wire.tell(told)
-        except Exception as error:  # noqa: BLE001 - `check` tells
+        except Exception as error:  # noqa: BLE001 - raised in `check`
             self._ended = f"shard 0 has ended ({type(error).__name__})"
 
 
@@ -182,7 +182,7 @@ def meet(listening: socket.socket, place: str, key: str, ranks: Ranks) -> list[W
     Args:
         listening: where they come.
         place: how it is called, for messages.
-        key: what they say, with their rank; whoever says something else is sent away.
+        key: the shards send it with their rank; other callers are refused.
 
     Raises:
         BridgeError: not all came within the ranks' timeout.

@@ -101,7 +101,7 @@ def put_in_place(draft: Path, final: Path) -> None:
 # it usually has. Where the host has no room for a copy, they are read where they are, and the next
 # step waits until they have been written.
 #
-# With several ranks each copies its own part, which needs nobody else; the parts meet on rank 0 one
+# With several ranks each copies its own part, independently of the others; the parts meet on rank 0 one
 # tensor at a time, over a process group of their own, so that nothing waits for the disk and no rank
 # needs memory for the whole.
 
@@ -181,7 +181,7 @@ class BackgroundSave:
 
     Args:
         what: is saved, for messages.
-        optimizer: its state is that of the checkpoint; it is told to wait for the reading.
+        optimizer: its state is that of the checkpoint; it waits for the reading.
         memory: to copy into.
         keys: of the state, in the order in which the tensors are wanted; a key may come twice. The
             same on every rank.
@@ -351,12 +351,12 @@ class Checkpoints:
     Example:
         checkpoints.begin(model, optimizer, config, batch)      # training goes on
         ...
-        if checkpoints.written(): ...                           # now whoever relies on it may be told
-        checkpoints.wait()                                      # before the process says that it is done
+        if checkpoints.written(): ...                           # now it may be acknowledged
+        checkpoints.wait()                                      # before the process ends
 
     Args:
         folder: created when the first one is saved.
-        run: whose checkpoints they are. Those of other runs keep what they have, but for steps that
+        run: whose checkpoints they are. Other runs' checkpoints stay, but for steps that
             are saved again.
         keep_states: how many of the run's newest keep their optimizer state, which is several times
             as large as the weights; None for all. With 0 none is written.
@@ -425,7 +425,7 @@ class Checkpoints:
             config: the options, for people.
             batch: the last one in these weights, which a trainer that resumes must not train on
                 again. Rank 0's counts.
-            unacknowledged: earlier ones in these weights that the rollout service has not been told
+            unacknowledged: earlier ones in these weights that are not acknowledged at the rollout service
                 of. Rank 0's count.
 
         Returns:
@@ -510,8 +510,8 @@ class Checkpoints:
         """Write the weights of the present step for a server to load, and return when they are on
         the disk.
 
-        An earlier checkpoint may be on its way to the disk meanwhile. `begin` adds the optimizer's
-        state. Only for a trainer of one rank. The arguments are those of `begin`.
+        An earlier checkpoint may still be on its way to the disk. `begin` adds the optimizer's
+        state. Only for a trainer of one rank. The arguments are the same as for `begin`.
 
         Raises:
             CheckpointError: the weights could not be written.
@@ -678,9 +678,7 @@ class Checkpoints:
             yield draft
             flush(draft, moved)
             put_in_place(draft, target)
-            flush_entry(
-                target.parent
-            )  # whoever is told that the step is saved may rely on it, whatever happens to the power
+            flush_entry(target.parent)  # a saved step survives a power failure
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             kept = "there was none before it"
@@ -709,7 +707,7 @@ class Checkpoints:
         with self._sweeping:
             for draft in self.folder.glob(f".{self.prefix}*.draft-*"):
                 owner = int(draft.name.rpartition("-")[2])
-                # Once swept, those of this process are being written or removed by its threads.
+                # Once swept, this process's drafts are being written or removed by its threads.
                 if not self._swept if owner == os.getpid() else not Path(f"/proc/{owner}").exists():
                     logger.warning("Removing %s, which a process that died left unfinished", draft)
                     shutil.rmtree(draft)

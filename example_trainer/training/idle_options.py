@@ -1,8 +1,8 @@
 """Options that were given and do nothing in a run, because another one switches off what they are
 of.
 
-They are no error: `--correction none` on the command line must do for a file that sets a correction
-up. But nobody should take them for what the run does.
+They are not an error: `--correction none` on the command line must do for a file that sets a correction
+up. But the log names them.
 """
 
 from __future__ import annotations

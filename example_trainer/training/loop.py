@@ -20,7 +20,7 @@ def train(trainer: Trainer) -> None:
     Raises:
         BatchError: more batches in a row than the options allow could not be trained on.
         StopRequested: a signal came.
-        TrainerError: as its message says.
+        TrainerError: see its message.
     """
     try:
         trainer.begin()

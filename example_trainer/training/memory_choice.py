@@ -372,7 +372,7 @@ def candidates(request: MemoryRequest, config: TrainerConfig, room: Room) -> lis
 
 
 def _values(option: object, open_on_this_device: bool) -> list[bool]:
-    """The values of an option that may be tried: the one that was chosen, or both."""
+    """The values of an option that may be tried: the chosen value, or both."""
     if isinstance(option, bool):
         return [option]
     if not open_on_this_device:

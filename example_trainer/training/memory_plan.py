@@ -431,7 +431,7 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     items.
 
     Gradients of the whole step are there in all of the backward pass, but in its first microbatch.
-    Those of a tied matrix are summed in two places, by its two uses.
+    A tied matrix's gradients are summed in two places, by its two uses.
     """
     g, s, ranks = request.geometry, request.dtype.itemsize, request.world_size
     matrix = request.local.vocab_size * g.hidden_size
@@ -442,7 +442,7 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     head, gathered = FLOAT32 * matrix * (not request.lora), {}
     if request.sharded:
         gathered = {"output matrix, gathered": s * (root - embedding)}
-    states = s * request.tokens * g.hidden_size  # the gradient of those that the logits are made of
+    states = s * request.tokens * g.hidden_size  # the gradient of the logits' inputs
     loss = {
         ACTIVATIONS: kept_activation_bytes(request) + states,
         "logits and their gradient": logits_bytes(request),
@@ -475,7 +475,7 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
 LEAST_SERVER_WORKSPACE = 2 << 30
 """Bytes that a vLLM server needs beside its weights, for keys, values and activations."""
 BUDGETS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024)
-"""Tokens per microbatch to choose from: beyond the first a GPU is no faster, below the last its
+"""Tokens per microbatch to choose from: a GPU does not get faster beyond the first, below the last its
 products are small."""
 OUTSIDE_SHARE = 2 << 30
 """Bytes that a vLLM process takes beyond its --gpu-memory-utilization: the CUDA context and
@@ -669,7 +669,7 @@ def fitting_server_share(request: MemoryRequest, room: Room) -> float | None:
 def _flag_changes(
     request: MemoryRequest, room: Room
 ) -> list[tuple[tuple[str, ...], MemoryRequest]]:
-    """Every combination of flags that lower the need, those of the fewest flags first."""
+    """Every combination of flags that lower the need, the fewest flags first."""
     single: list[tuple[str, dict[str, Any]]] = []
     if not request.gradient_checkpointing:
         single.append(("--gradient-checkpointing", {"gradient_checkpointing": True}))

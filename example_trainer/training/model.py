@@ -1,4 +1,4 @@
-"""The model to train and the one that it is kept near, as the options and the ranks want them."""
+"""The model to train and the reference, for the options and ranks; their device and dtype."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def choose_device(name: str, num_threads: int | None) -> torch.device:
     """The device to train on; also sets the number of torch's CPU threads.
 
     Raises:
-        ConfigError: there is no such device here, or it cannot be used.
+        ConfigError: the device does not exist here, or cannot be used.
     """
     if num_threads:
         torch.set_num_threads(num_threads)
@@ -66,7 +66,9 @@ def choose_device(name: str, num_threads: int | None) -> torch.device:
         )
     if device.type == "cuda":
         try:
-            torch.cuda.set_device(device.index or 0)  # where libraries compute that are not told
+            torch.cuda.set_device(
+                device.index or 0
+            )  # for libraries that compute on the current device
         except RuntimeError as error:
             raise ConfigError(f"--device {name} cannot be used: {_what_ails(error)}") from error
     return device

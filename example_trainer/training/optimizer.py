@@ -74,7 +74,7 @@ def _read_int(path: Path) -> int | None:
         text = path.read_text(encoding="utf-8").strip()
     except OSError:
         return None
-    return int(text) if text.isdigit() else None  # "max" where there is no limit
+    return int(text) if text.isdigit() else None  # "max" without a limit
 
 
 def _cached_files(path: Path) -> int:
@@ -118,7 +118,7 @@ class HostArena:
 
     Args:
         shapes: of the tensors; they lie in this order, zeros at first.
-        device: the one that copies. On a CPU nothing is locked.
+        device: copies the tensors. On a CPU nothing is locked.
         dtype: of the tensors.
         aligned: elements; each tensor begins at a multiple of them.
 
@@ -234,7 +234,7 @@ class HostTensors:
         shapes: of the parameters, at least one dimension each.
         kinds: of tensors that there are for each parameter, one arena each; the first has the
             parameter's shape.
-        device: the one that works.
+        device: does the work.
         bucket_elements: of the first arena that are on the device at once.
     """
 
@@ -468,7 +468,7 @@ _REMEDIES = {
     "such batches in a row",
     False: "lower --lr, and go on from the newest checkpoint (--resume auto)",
 }
-"""By whether the weights are still those of the step before."""
+"""By whether the weights are unchanged since the step before."""
 
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
@@ -550,7 +550,7 @@ class MasterAdamW:
         shards: what this rank holds of the parameters; masters, gradients and moments are of the
             same part. With several ranks `update` is collective.
         offload: moments, and masters that are not the parameters, are in host memory, and pass
-            through the parameters' device in each update. The bits are those of an update without
+            through the parameters' device in each update. The bits are the same as without
             it.
         bucket_elements: elements of each of them that are on the device at once.
         in_8_bits: the moments of matrices are kept in 8 bits, see quantised.py.
@@ -564,10 +564,10 @@ class MasterAdamW:
         sums: where the backward pass may add the gradients itself: set `model.arithmetic.sums` to
             it before the first pass. None for adapters: their gradients are few, and come through
             autograd.
-        sound: whether masters and moments are those of `updates` whole updates, and finite. False
+        sound: whether masters and moments come from `updates` whole updates, and finite. False
             while an update changes them, and for good if it does not come to its end.
         device: of this rank's parameters.
-        wait_for_readers: called before masters and moments change; whoever reads them meanwhile
+        wait_for_readers: called before masters and moments change; a thread that reads them
             makes it wait.
     """
 
@@ -826,7 +826,7 @@ class MasterAdamW:
         parameters = self._local
 
         def work(pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]) -> None:
-            # One launch for many tensors: an inference server may be standing still meanwhile.
+            # One launch for many tensors: an inference server may be standing still.
             torch._foreach_copy_(
                 [piece.of(parameters[piece.name]) for piece in pieces], list(state[0])
             )
@@ -870,7 +870,7 @@ class MasterAdamW:
         was.
 
         Moments in 8 bits become float32 or the other way round if this optimizer has the other
-        kind; a warning says so.
+        kind, with a warning.
 
         Args:
             shapes: of everything that is there, by name.

@@ -47,7 +47,7 @@ class ReferenceSettings:
         dtype: of its parameters, such as "bfloat16".
         table: of operations; see choose_table.
         vocab_size: token ids lie below it.
-        temperature: of sequences that do not say theirs.
+        temperature: of sequences without one.
         seq_len: longer sequences are not scored.
         share_prefixes: whether what a group begins with is forwarded once.
     """
@@ -83,10 +83,10 @@ class ReferenceSettings:
         return asdict(self)
 
     def agreed(self, registered: Mapping[str, Any]) -> ReferenceSettings:
-        """A worker's settings, with those of the trainer for which it need not be started anew.
+        """Return a worker's settings, with the trainer's where the worker can follow.
 
         Args:
-            registered: what the trainer told; what it does not tell is taken to be as here.
+            registered: the trainer's settings; missing ones are taken to be as here.
 
         Raises:
             ConfigError: the trainer's model, dtype, table or vocabulary is another one.
@@ -188,7 +188,7 @@ class ReferenceScorer:
             "sampling_params": group.get("sampling_params"),
             "scores": [0.0] * (len(tokens) if isinstance(tokens, list) else 0),
         }
-        # What may be trained on is for the trainer to say: of how a token was sampled, the
+        # The trainer decides what may be trained on: of how a token was sampled, the
         # temperature alone counts here.
         deterministic = settings.table == "invariant"
         rules = Rules(

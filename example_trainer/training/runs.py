@@ -34,7 +34,7 @@ class Run:
 
     Attributes:
         name: unique, and readable: when it began.
-        model: what --model-name said, a folder's path made absolute; empty if it is not known.
+        model: value of --model-name, a folder's path made absolute; empty if it is not known.
         lives: its trainer processes, the present one last; those whose every step was lost are left
             out.
     """
@@ -102,7 +102,7 @@ class SavedStep:
 
     Attributes:
         batch: the last one in its weights.
-        unacknowledged: earlier ones in its weights that the rollout service had not been told of,
+        unacknowledged: earlier ones in its weights that were not acknowledged at the rollout service,
             because an earlier checkpoint was still being written.
         updates: of the optimizer, in all its steps.
     """
@@ -165,7 +165,7 @@ def new_run(model_name: str, folder: Path, prefix: str, now_ms: int) -> Run:
 
 def next_epoch(folder: Path, prefix: str, now_ms: int) -> int:
     """The epoch of a life that begins now: greater than all that the folder knows of, whatever the
-    clock did meanwhile.
+    clock did.
     """
     runs = [saved.run for saved in saved_steps(folder, prefix, skip_damaged=True)]
     if marked := marked_run(folder, prefix, skip_damaged=True):
@@ -224,7 +224,7 @@ def saved_steps(
         without_state: those without an optimizer state too.
 
     Raises:
-        CheckpointError: what one of them says of itself is damaged, unless such are skipped.
+        CheckpointError: a record is damaged, unless such are skipped.
     """
     saved = []
     for path in steps_in(folder, prefix).values():
@@ -244,7 +244,7 @@ def run_file(folder: Path, prefix: str) -> Path:
 
 
 def marked_run(folder: Path, prefix: str = PREFIX, skip_damaged: bool = False) -> Run | None:
-    """The run that began or went on in a folder last, if it says so.
+    """The run that began or went on in a folder last; None if the folder names none.
 
     Raises:
         CheckpointError: the file is damaged, and that shall not count as none.
@@ -263,7 +263,7 @@ def marked_run(folder: Path, prefix: str = PREFIX, skip_damaged: bool = False) -
 
 
 def mark_run(run: Run, folder: Path, prefix: str = PREFIX) -> None:
-    """Say in a folder that `run` is the one that --resume auto continues.
+    """Name in a folder the run that --resume auto continues.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -278,7 +278,7 @@ def mark_run(run: Run, folder: Path, prefix: str = PREFIX) -> None:
         raise CheckpointError(f"{reason}; make room or change --save-path") from error
 
 
-# Where a trainer begins: anew, or from a checkpoint of the run that it continues.
+# The start of a trainer: a new run, or a checkpoint of the run that it continues.
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ def is_complete(
 ) -> bool:
     """Return whether the run to continue has taken all of `training_steps`. Logs nothing.
 
-    The other arguments and the errors are those of choose_start.
+    For the other arguments and the errors see choose_start.
     """
     if resume is None:
         return False

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class SkippedBatches:
-    """Counts the batches in a row that were left out, or of which later updates were, by reason:
+    """Counts the batches in a row that were left out, or whose later updates were, by reason:
     what is not finite, or anything else. With several ranks each counts alike.
 
     Only a step that lost no update to a reason ends the row of that reason: a run whose second
@@ -105,7 +105,7 @@ class SkippedBatches:
         return f"{self._in_a_row[kind]} of {limit} in a row, {flag}"
 
     def stepped(self) -> int:
-        """A step was taken: how many batches were left out before it. Counting begins anew."""
+        """Note a step; return how many batches were left out before it, and reset the count."""
         for kind in self._limits.keys() - self._cut_short:
             del self._in_a_row[kind]
         self._cut_short.clear()
@@ -118,7 +118,7 @@ def make_objective(config: TrainerConfig) -> Objective:
     and nowhere else.
 
     Raises:
-        ConfigError: there is no such loss, or it is no function of the right kind.
+        ConfigError: the loss does not exist, or is not a function of the right kind.
     """
     method = config.method
     clip = LossSettings(method.clip_eps, config.clip_high, method.dual_clip)
@@ -164,7 +164,7 @@ class BatchGradients:
     minibatch. With data-parallel ranks each adds the gradient of its own bins, and all get the
     whole batch's figures. Everything but the constructor is collective.
 
-    The logprobs under the weights that the batch began with are those of the first update's own
+    The logprobs under the weights that the batch began with come from the first update's own
     passes, as far as it goes; for the other minibatches there are passes before it, without a
     gradient, where the objective needs them or parity is checked.
 
@@ -317,7 +317,7 @@ class BatchGradients:
     def _require_finite(self, counts: Tensor) -> None:
         if not is_import(
             self._objective.name
-        ):  # those of the project are; and looking costs waiting for the device
+        ):  # the project's losses are finite, and looking waits for the device
             return
         not_finite, tokens = self._model.shards.sum_figures(counts).tolist()
         refuse_nonfinite(self._objective.name, int(not_finite), int(tokens))
@@ -399,7 +399,7 @@ def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> No
 
 
 GRACE_SECONDS = 20.0
-"""How long a rank that ran out of memory waits for the others to say the same, and a GPU has to
+"""How long a rank that ran out of memory waits for the other ranks, and a GPU has to
 finish what it was given."""
 
 
@@ -421,7 +421,7 @@ def guarded_step(
     If the first update fails, nothing was learned. If a later one fails, or a signal comes, the
     updates before it stay, the others are left out, and the step is complete. Such a batch counts
     as skipped: one more in a row than the options allow is an error, after the end of its step.
-    After an error `optimizer.sound` tells, alike on every rank, whether training can go on.
+    After an error `optimizer.sound` is alike on every rank: whether training can go on.
 
     Between updates the model's parameters are written; after the last one the bridge writes them.
 
@@ -547,8 +547,8 @@ def _agree(ranks: Ranks, optimizer: MasterAdamW, told: str | None) -> str | None
     """
     where = f"rank {ranks.rank} ran out of memory in a step ({told})"
     try:
-        # Whoever fails comes at once. Ranks that wait for it in a transfer cannot come, and are
-        # told by its end.
+        # A rank that fails comes at once. Ranks that wait for it in a transfer cannot come; its end
+        # breaks their transfer.
         mine = [told, optimizer.updates, optimizer.sound]
         outcomes = ranks.gather(mine, "taking a step", None if told is None else GRACE_SECONDS)
     except RankError as error:

@@ -133,7 +133,7 @@ class BatchSource(Protocol):
         """The name of the batch of the last `next`, until it is acknowledged; None if it has none."""
 
     def release(self) -> None:
-        """Say of the batches that were held what `acknowledge` was told."""
+        """Acknowledge the batches that were held."""
 
     @property
     def held(self) -> tuple[TrainedBatch, ...]:
@@ -306,7 +306,7 @@ class Trainer:
                 warm_up(self.model, self.optimizer, self.config)
 
     def next_batch(self) -> ReadyBatch:
-        """Wait for a batch, and look after servers and acknowledgements meanwhile.
+        """Wait for a batch, and look after servers and acknowledgements.
 
         Raises:
             BatchError: the batch cannot be trained on.
