@@ -24,8 +24,7 @@ from example_trainer.models.gradients import Sums, Total, summed, wide
 from example_trainer.models.head import chosen_logprobs_of, default_chunk
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
-from example_trainer.models.shards import Shards
-from example_trainer.models.split import Split
+from example_trainer.models.shards import Shards, Split, Sums, Total, summed
 from vllm_patching.weights.families import Geometry, parameters
 from vllm_patching.weights.sharding import plan_shards
 
@@ -211,6 +210,7 @@ class Attention(nn.Module):
         super().__init__()
         self.geometry, self.split = blueprint.geometry, blueprint.split
         self.arithmetic, self.window = blueprint.arithmetic, window
+        self.interleaved = self.geometry.family.interleaved
         self.qkv_proj = blueprint.linear(f"{path}.qkv_proj")
         self.o_proj = blueprint.row_linear(f"{path}.o_proj")
         self.q_norm: RMSNorm | None = None
@@ -244,7 +244,7 @@ class Attention(nn.Module):
             packing,
             rotary,
             totals,
-            g.family.interleaved,
+            self.interleaved,
         )
         out = ops.attention(q, k, v, packing, g.attention_scale, self.window)
         y: Tensor = self.o_proj(out.reshape(len(x), self.q_size), packing)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from example_trainer.models.gradients import Total, add_product, deliver, wide
-from example_trainer.models.split import Split
+from example_trainer.models.shards import Split, Total, add_product, deliver, wide
 
 
 def default_chunk(device: torch.device) -> int:

@@ -23,12 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Arithmetic, Decoder
-from example_trainer.models.gradients import Total
 from example_trainer.models.head import check_temperature, default_chunk, wide
 from example_trainer.models.ops import choose_operations
 from example_trainer.models.packing import Packing
-from example_trainer.models.shards import Shards
-from example_trainer.models.split import Split
+from example_trainer.models.shards import Shards, Split, Total
 from example_trainer.models.transformers_layout import (
     TransformersGeometry,
     empty_model,

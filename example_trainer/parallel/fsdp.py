@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.gradients import PassGradients, Sums
 from example_trainer.models.ops import choose_operations
 from example_trainer.models.shards import Shards
 from example_trainer.models.transformers_layout import TransformersGeometry

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.shards import Shards
-from example_trainer.models.split import Split
+from example_trainer.models.shards import Shards, Split
 from vllm_patching.weights.families import Geometry, UnsupportedModel, parameters
 from vllm_patching.weights.sharding import ShardSpec, Slice, plan_shards
 

@@ -25,8 +25,7 @@ from torch.optim.adamw import adamw
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import CheckpointError, NonFiniteError, TrainerError
 from example_trainer.models import Decoder
-from example_trainer.models.gradients import Sums
-from example_trainer.models.shards import Shards
+from example_trainer.models.shards import Shards, Sums
 from example_trainer.training.quantised import (
     QUANTISED_BLOCK,
     Rates,

@@ -12,7 +12,7 @@ from bench.code_trips import service_trips, train_trip
 from bench.weight_trips import weight_trips
 
 MAX_FILES = {"post_group": 10, "get_batch": 10}
-MAX_TRAINER_FILES = 27
+MAX_TRAINER_FILES = 24
 MAX_WEIGHT_FILES = {"weight_update": 22, "dying_server": 18, "dying_server_both": 28}
 
 

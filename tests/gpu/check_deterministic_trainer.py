@@ -23,8 +23,8 @@ from torch import Tensor
 
 from bench.gpu.checks import run_checks
 from example_trainer.models import Decoder
-from example_trainer.models.gradients import GradientSums
 from example_trainer.models.packing import Packing
+from example_trainer.models.shards import GradientSums
 from tests.example_trainer.deterministic.cases import (
     CASES,
     LIMITS,

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from bench.gpu.checks import run_checks
 from example_trainer.models import Decoder
-from example_trainer.models.gradients import GradientSums
 from example_trainer.models.ops import fast_kernels, reference, triton_gradients
 from example_trainer.models.packing import NO_PARENT, Packing
+from example_trainer.models.shards import GradientSums
 from vllm_patching.weights.families import Geometry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from example_trainer.models.gradients import Total, add_product
 from example_trainer.models.head import check_temperature
 from example_trainer.models.ops import fast_attention, fast_kernels
 from example_trainer.models.ops.reference import gelu_and_mul, rotary_table
 from example_trainer.models.ops.triton_gradients import logit_gradient, silu_and_mul_gradient
 from example_trainer.models.packing import Packing
+from example_trainer.models.shards import Total, add_product
 
 __all__ = [
     "NAME",

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from example_trainer.errors import ModelError
-from example_trainer.models.gradients import Total, deliver
 from example_trainer.models.head import check_temperature
 from example_trainer.models.ops import torch_gradients
 from example_trainer.models.packing import TILE, Packing
+from example_trainer.models.shards import Total, deliver
 from vllm_patching.batch_invariant import ops
 from vllm_patching.weights.families import Geometry
 

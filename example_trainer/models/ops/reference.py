@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from example_trainer.models.gradients import Total, add_product, summed, wide
 from example_trainer.models.head import chosen_logprobs_of
 from example_trainer.models.packing import Packing
+from example_trainer.models.shards import Total, add_product, summed, wide
 from vllm_patching.weights.families import Geometry, RopeScaling
 
 NAME = "reference"

@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from example_trainer.models.gradients import Total
 from example_trainer.models.packing import Packing
+from example_trainer.models.shards import Total
 from vllm_patching.weights.families import Geometry
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from example_trainer.models.gradients import wide
 from example_trainer.models.packing import Packing
+from example_trainer.models.shards import wide
 
 _BLOCK = 128
 """Queries whose attention weights exist at the same time."""

@@ -16,8 +16,8 @@ from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.deterministic.parity import ParityCheck, weights_sha
 from example_trainer.models import Decoder, Geometry
-from example_trainer.models.gradients import GradientSums
 from example_trainer.models.packing import Packing
+from example_trainer.models.shards import GradientSums
 from example_trainer.process import StopSignal
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.step import guarded_step, make_objective

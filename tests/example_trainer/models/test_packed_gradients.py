@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from example_trainer.models import Decoder, Geometry
-from example_trainer.models.gradients import GradientSums
 from example_trainer.models.ops import reference
 from example_trainer.models.packing import NO_PARENT, Packing
+from example_trainer.models.shards import GradientSums
 from tests.example_trainer.models import textbook
 
 QWEN3 = Geometry(

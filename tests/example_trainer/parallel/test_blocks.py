@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.shards import Shards
-from example_trainer.models.split import Split
+from example_trainer.models.shards import Shards, Split
 from example_trainer.parallel.fsdp import FsdpShards
 from example_trainer.parallel.tensor import TensorParallelShards
 from example_trainer.training.quantised import QUANTISED_BLOCK, can_be_quantised, scale_shape
