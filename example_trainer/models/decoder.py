@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from example_trainer.errors import ModelError
-from example_trainer.models.gradients import Sums, Total, summed, wide
 from example_trainer.models.head import chosen_logprobs_of, default_chunk
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
-from example_trainer.models.shards import Shards, Split, Sums, Total, summed
+from example_trainer.models.shards import Shards, Split, Sums, Total, summed, wide
 from vllm_patching.weights.families import Geometry, parameters
 from vllm_patching.weights.sharding import plan_shards
 
@@ -211,6 +210,7 @@ class Attention(nn.Module):
         self.geometry, self.split = blueprint.geometry, blueprint.split
         self.arithmetic, self.window = blueprint.arithmetic, window
         self.interleaved = self.geometry.family.interleaved
+        self.scale = self.geometry.attention_scale
         self.qkv_proj = blueprint.linear(f"{path}.qkv_proj")
         self.o_proj = blueprint.row_linear(f"{path}.o_proj")
         self.q_norm: RMSNorm | None = None
@@ -246,7 +246,7 @@ class Attention(nn.Module):
             totals,
             self.interleaved,
         )
-        out = ops.attention(q, k, v, packing, g.attention_scale, self.window)
+        out = ops.attention(q, k, v, packing, self.scale, self.window)
         y: Tensor = self.o_proj(out.reshape(len(x), self.q_size), packing)
         return y
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.ops import choose_operations
-from example_trainer.models.shards import Shards
+from example_trainer.models.shards import PassGradients, Shards, Sums
 from example_trainer.models.transformers_layout import TransformersGeometry
 from vllm_patching.weights.families import Geometry, parameters
 

@@ -10,7 +10,7 @@ from example_trainer.errors import ModelError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.hf_checkpoint import read_geometry
 from example_trainer.models.packing import Packing
-from example_trainer.models.split import Split
+from example_trainer.models.shards import Split
 from tests.example_trainer.models.conftest import CASES, MakeCheckpoint
 from tests.geometries import geometry_of
 
