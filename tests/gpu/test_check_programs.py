@@ -1,0 +1,225 @@
+"""The programs of this folder without a GPU: the rows that they judge, their configurations, and plan
+against use.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.gpu.processes import BenchError
+from bench.measured import COMMIT_VARIABLE
+from example_trainer.async_grpo.settings import read_settings
+from tests.gpu import check_async_exact, check_memory_plan
+from tests.gpu.check_fleet_faults import rows_of, shown, summary
+from tests.gpu.check_training_modes import MODES, Run, ranks_in
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_run_on_ray_accepts_what_it_is_given(tmp_path: Path, device: str, copies: int) -> None:
+    file = check_async_exact.configuration(device, copies, True, tmp_path / "run", tmp_path)
+    settings = read_settings(file)
+    assert settings.orchestration.exact_resume
+    assert settings.shares_gpus == (copies == 1)
+    assert bool(settings.training.get("deterministic")) == (device == "cuda")
+    assert ("--enforce-eager" in settings.inference.server_args) == (device == "cuda")
+    values = settings.trainer_values
+    assert (
+        values["batch_size"] * values["gradient_accumulation_steps"]
+        == check_async_exact.GROUP * check_async_exact.BATCH
+    )
+
+
+STEPS = [["a", 0.0, 5, 5, 0], ["b", 0.5, 6, 6, 0]]
+
+
+class FakeRun:
+    """A run whose processes are none."""
+
+    def __init__(self, found: dict[str, Any], taken: int) -> None:
+        self.found, self.taken, self.driver = (
+            found,
+            taken,
+            SimpleNamespace(poll=lambda: 0),
+        )
+
+    def start(self) -> None: ...
+
+    def in_the_middle(self) -> bool:
+        return True
+
+    def kill(self) -> int:
+        return self.taken
+
+    def finish(self) -> dict[str, Any]:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("found", "taken", "told"),
+    [
+        ({"steps": STEPS, "weights": "w"}, 1, None),
+        (
+            {"steps": [STEPS[0], ["c", 0.5, 6, 6, 0]], "weights": "w"},
+            1,
+            "steps of the run that was killed",
+        ),
+        ({"steps": STEPS, "weights": "v"}, 1, "weights of the run that was killed"),
+        ({"steps": STEPS, "weights": "w"}, 2, "not in the middle"),
+    ],
+)
+def test_another_step_or_other_weights_are_a_failure(
+    found: dict[str, Any], taken: int, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_async_exact, "Run", lambda *arguments: FakeRun(found, taken))
+    benchmark: Any = SimpleNamespace(
+        args=SimpleNamespace(seconds=1.0, steps=2), work=None, stack=None
+    )
+    whole = {"steps": STEPS, "weights": "w"}
+    if told:
+        with pytest.raises(BenchError, match=told):
+            check_async_exact.Benchmark._killed(benchmark, whole)
+        return
+    row = check_async_exact.Benchmark._killed(benchmark, whole)
+    assert row["killed_after_step"] == 1
+    text = check_async_exact.report(
+        {"runs": {"whole": whole, "killed": row, "other": {"failed": "it ended"}}}
+    )
+    assert [line.split() for line in text.splitlines()[2:4]] == [
+        ["whole", "2", "11", "0", "w"],
+        ["killed", "2", "1", "11", "0", "w"],
+    ]
+    assert "it ended" in text
+
+
+def test_it_is_killed_between_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check_async_exact.main(["--output", str(tmp_path), "--steps", "3", "--kill-after", "3"])
+    assert "less than --steps 3" in capsys.readouterr().err
+
+
+REPORT = """<testsuites><testsuite>
+<testcase name="test_one_of_three_fails[direct-one_gpu-begin-kill]" time="3.5"><properties>
+ <property name="update_s" value="0.25"/><property name="back_s" value="1.5"/></properties></testcase>
+<testcase name="test_one_of_three_fails[direct-two_gpus-begin-kill]" time="0.0"><skipped message="needs 2 GPUs"/></testcase>
+<testcase name="test_all_are_gone_and_back[direct-one_gpu]" time="9.0"><failure message="assert 1 == 2"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_rows_say_what_ran_whether_it_was_good_and_what_it_took(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    one, other = rows = rows_of("one GPU", report)
+    assert (one["test"], one["case"], one["good"]) == (
+        "one_of_three_fails",
+        "direct-one_gpu-begin-kill",
+        True,
+    )
+    assert (one["update_s"], one["back_s"], one["seconds"]) == (0.25, 1.5, 3.5)
+    assert (other["test"], other["good"]) == ("all_are_gone_and_back", False)
+    assert "update_s" not in other
+    found = summary(rows)
+    assert (found["tests"], found["good"], found["update"]["max"], found["back"]["n"]) == (
+        2,
+        1,
+        250.0,
+        1,
+    )
+    assert "one of three fails" in shown(rows)
+
+
+@pytest.mark.usefixtures("forked_children")
+def test_a_tiny_configuration_is_planned_measured_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc")
+    status = check_memory_plan.main(
+        ["--output", str(tmp_path), "--device", "cpu", "--only", "reference_1.7b"]
+    )
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    written = json.loads((tmp_path / "memory_plan.json").read_text())
+    (row,) = written["results"]
+    assert row["measured"]["commit"] == "abc"
+    assert row["allocated"].keys() - {"end of the forward pass"} == row["planned"].keys()
+    parts = (
+        "backward of the loss",
+        "backward of the layers",
+        "end of the backward pass",
+        "optimizer",
+        "update of the server",
+    )
+    assert row["allocated"]["greatest"] == max(row["allocated"][part] for part in parts)
+    assert (
+        row["allocated"]["after connecting"] > row["allocated"]["after loading"]
+    )  # columns for vLLM's two ranks
+    assert "backward of the loss" in printed
+
+
+def test_the_plan_was_right_on_gpus() -> None:
+    """Compare the committed bytes: at the greatest moment, and wherever a step may be at its
+    greatest.
+    """
+    rows = json.loads(
+        (Path(__file__).resolve().parents[2] / "bench" / "results" / "memory_plan.json").read_text()
+    )["results"]
+    assert {"full", "offload", "lora", "fsdp2"} <= {
+        row["configuration"]["name"].partition("_")[0] for row in rows
+    }
+    for row in rows:
+        shared = row["planned"].keys() & row["allocated"].keys()
+        assert {
+            key: row["planned"][key] / row["allocated"][key] for key in shared
+        } == pytest.approx(dict.fromkeys(shared, 1.0), abs=0.1), row["configuration"]["name"]
+
+
+def test_each_step_counts_once_also_where_its_weights_are_not_served(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    # Served after every second step; the third was done again after a kill.
+    rows = [(1, 0, "a"), (2, 2, "b"), (3, 2, "lost"), (3, 2, "c"), (4, 4, "d")]
+    written = [
+        json.dumps({"step": step, "weight_version": version, "checksum": sum_})
+        for step, version, sum_ in rows
+    ]
+    metrics.write_text("\n".join(written) + "\n", encoding="utf-8")
+    run = SimpleNamespace(processes=SimpleNamespace(metrics=metrics))
+    assert [row["checksum"] for row in Run.learned(run)] == ["a", "b", "c", "d"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "trainer"),
+    [
+        ("broadcast_direct", 1, "0"),
+        ("broadcast_tp2_fsdp2", 2, "1,0"),  # each rank to the other GPU
+        ("broadcast_two_servers", 2, "1"),
+        ("broadcast_two_servers", 3, "2"),
+        ("broadcast_fsdp2", 2, "0,1"),
+        ("single_copy_tp2", 2, "0,1"),
+    ],
+)
+def test_a_trainer_without_gpus_of_its_own_is_put_on_vllm_s(
+    name: str, gpus: int, trainer: str
+) -> None:
+    mode = MODES[name].on(gpus)
+    assert mode.trainer_gpus == trainer
+    assert mode.gpus_needed <= gpus
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    assert MODES["single_copy_tp2"].on(1).gpus_needed == 2
+    assert MODES["broadcast_two_servers"].on(1).gpus_needed == 2
+
+
+def test_ranks_are_counted_by_the_trainers_log(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    log.write_text("07:53:11 [Bridge] Broadcast\n")
+    assert ranks_in(log) == 1
+    log.write_text(
+        "07:53:11 [Ranks] Starting 2 ranks, one for each of vLLM's at http://localhost:9001\n"
+    )
+    assert ranks_in(log) == 2
