@@ -10,7 +10,7 @@ The package wants other releases than vLLM does, so it has a virtual environment
 will do, too. A managed server in this process answers the package's OpenAI client, so tokens are
 kept over turns and tools. The rubric scores each group as a whole. The package's evaluation set is
 held out. To test with the package, name its interpreter in LOCKSTEP_VERIFIERS_PYTHON and run
-tests/environments/test_verifiers_env.py and tests/e2e/test_verifiers_training.py (which needs
+tests/environments/test_verifiers_env.py and tests/e2e/test_trainings.py (which needs
 `verifiers[rg]`).
 """
 

@@ -23,11 +23,11 @@ TYPED_SECTIONS = {
     (
         "example_trainer/README.md",
         "launch-sequence-step-by-step",
-    ): "tests/e2e/test_launch_sequence.py",
+    ): "tests/e2e/test_guide.py",
     (
         "docs/several-machines.md",
         "trainer-and-servers-on-different-hosts",
-    ): "tests/e2e/test_two_hosts.py",
+    ): "tests/e2e/test_hosts.py",
     ("docs/several-machines.md", "on-two-machines"): "tests/e2e/test_ray_hosts.py",
     ("docs/your-loss.md", "your-own-loss"): "tests/e2e/test_your_loss_page.py",
     (
