@@ -2,7 +2,7 @@
 runs.
 
     LOCKSTEP_FUZZ_INPUTS=10000 ./scripts/test.sh -k fuzz
-    LOCKSTEP_FUZZ_INPUTS=10000 LOCKSTEP_FUZZ_SEED=7 pytest -s tests/atroposlib/service/test_raw_fuzz.py
+    LOCKSTEP_FUZZ_INPUTS=10000 LOCKSTEP_FUZZ_SEED=7 pytest -s tests/atroposlib/service/test_fuzz.py
 
 A small run always has seed 0. A long run takes a new seed each time; pytest shows it for a test
 that fails.

@@ -41,7 +41,7 @@ PROVEN = {
     r"\./scripts/(start|quickstart)\.sh( |$)": "tests/test_guide_commands.py",
     r"\./scripts/(status|logs|stop)\.sh$": "tests/e2e/test_operations.py",
     r"\./scripts/test\.sh$": "tests/scripts/test_test_command.py",
-    r"\.venv/bin/view-run runs/quickstart$": "tests/atroposlib/cli/test_view_run.py",
+    r"\.venv/bin/view-run runs/quickstart$": "tests/atroposlib/cli/test_commands.py",
     r"([A-Z_]+=\S+ )*python (-u )?example_trainer/(vllm_api_server|grpo)\.py ": PLANNED,
     r"pkill -9 -u \"\$\(id -u\)\" -f ": "tests/test_guide_commands.py",
     r"for p in /proc/|tr '\\0' ' ' .*\$p/cmdline|done$": "tests/test_guide_commands.py",

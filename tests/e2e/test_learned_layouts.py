@@ -26,7 +26,7 @@ from tests.e2e.conftest import (
 )
 from tests.tiny_models import CONFIGS, make_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 SERVED = {
     "vocab_size": 301,

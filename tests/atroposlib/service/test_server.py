@@ -1,14 +1,41 @@
-"""The wire, over HTTP against the real process."""
+"""The wire over HTTP against the real process, with the pace of environments, the order of groups, and bounds."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import re
+import signal
+import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx
+import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from atroposlib.service.schemas import (
+    AckBatch,
+    BatchReport,
+    EndRun,
+    EnvIdentifier,
+    EnvStatus,
+    InvalidRequestError,
+    LeaseReferences,
+    PostedEvaluation,
+    PublishedFleet,
+    ReferencesDone,
+    RegisterEnv,
+    RegisterTrainer,
+    ServerAddress,
+    read,
+)
 
 from .conftest import Service, environment, group, marks, trainer
 
@@ -152,8 +179,6 @@ def test_mis_sized_groups_and_lists(service: Service) -> None:
 
 
 # ---- what the wire was weak at ----
-
-
 def test_batches_are_oldest_first(service: Service) -> None:
     service.begin(batch_size=4)
     for mark in range(6):
@@ -405,8 +430,6 @@ def test_stale_groups_are_not_handed_out_and_are_counted(service: Service) -> No
 
 
 # ---- encodings and errors ----
-
-
 def test_gzip_both_ways(service: Service) -> None:
     service.begin(batch_size=4)
     sent = group(length=500)
@@ -492,3 +515,215 @@ def test_metrics_and_openapi(service: Service) -> None:
     for reference in re.findall(r"#/components/schemas/(\w+)", json.dumps(schema)):
         assert reference in described
     assert "tokens" in described["ScoredData"]["properties"]
+
+
+def test_status_env(service: Service) -> None:
+    env_id = service.begin()
+    service.post("/register-env", environment(weight=3.0, min_batch_allocation=0.25))
+    service.post("/scored_data", group(env_id=env_id))
+    answer = service.status_env(env_id).json()
+    expected = {
+        "current_step": 0,
+        "queue_size": 1,
+        "unallocated_fraction": 0.75,
+        "self_queue_size": 1,
+        "max_group_size": 4,
+        "env_weight": 0.25,
+    }
+    assert expected.items() <= answer.items()
+    assert service.get("/status-env", env_id=env_id) == answer
+
+
+def test_status_env_can_wait_for_the_trainer(service: Service) -> None:
+    env_id = service.begin(max_staleness=0, ack_batches=True)
+    told = service.status_env(env_id).json()
+
+    def after(act: Callable[[], Any]) -> dict[str, Any]:
+        """The status of an environment that waits, beside other work."""
+        asked = {"env_id": env_id, "moves": told["moves"], "wait": 30}
+        url = service.http.base_url.join("/status-env")
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(lambda: httpx.request("GET", url, json=asked, timeout=60))
+            act()
+            found: dict[str, Any] = answer.result(20).json()  # sooner than it would be without
+        assert found["moves"] == told["moves"] + 1
+        return found
+
+    service.post("/scored_data_list", [group(env_id=env_id)] * 2)
+    assert service.status_env(env_id).json()["moves"] == told["moves"], (
+        "what environments do is no move"
+    )
+    batches: list[dict[str, Any]] = []
+    told = after(lambda: batches.append(service.get("/batch")))
+    assert (told["groups_wanted"], told["current_step"]) == (0, 1)
+    told = after(
+        lambda: service.post(
+            "/batch/ack", {"batch_id": batches[0]["batch_id"], "weight_version": 1}
+        )
+    )
+    assert told["groups_wanted"] == 2
+    uuids: list[int] = []
+    told = after(lambda: uuids.append(service.post("/register", trainer())["uuid"]))
+    assert after(lambda: service.post("/run/end", {"uuid": uuids[0]}))["run_ended"]
+
+
+def test_status_env_counts_in_groups_of_the_environments_own_size(service: Service) -> None:
+    small = service.begin(environment(group_size=2))
+    large = service.post("/register-env", environment(group_size=6))["env_id"]
+    for _ in range(4):
+        service.post("/scored_data", group(2, env_id=small))
+    sizes = [
+        (answer["queue_size"], answer["self_queue_size"])
+        for answer in (service.status_env(env_id).json() for env_id in (small, large))
+    ]
+    assert sizes == [(4, 4), (1, 0)]
+
+
+CLIENTS, GROUPS = 16, 20
+
+
+def broken_promises(posts: dict[int, Sequence[float]], handed_out: Sequence[int]) -> int:
+    """Pairs (a, b) with b handed out before a although a was answered before b was sent.
+
+    Args:
+        posts: id to [first byte sent, last byte sent, answered], in seconds of one clock.
+        handed_out: ids in the order in which they were handed out.
+    """
+    count = 0
+    for place, later in enumerate(handed_out):
+        answered = posts[later][2]
+        count += sum(answered < posts[earlier][0] for earlier in handed_out[:place])
+    return count
+
+
+def test_a_broken_promise_is_counted() -> None:
+    posts = {1: [0.0, 0.1, 0.2], 2: [0.3, 0.4, 0.5], 3: [0.1, 0.2, 0.6]}
+    assert broken_promises(posts, [1, 2, 3]) == broken_promises(posts, [3, 1, 2]) == 0, (
+        "3 was under way with both"
+    )
+    assert broken_promises(posts, [2, 3, 1]) == 1
+    assert broken_promises(posts, [2, 1]) == 1
+
+
+def test_groups_of_many_clients_are_handed_out_in_the_order_of_their_acceptance(
+    tmp_path: Path,
+) -> None:
+    """Short and long bodies at once, to the durable service, while a trainer drains it."""
+    service = Service(tmp_path, "--store", str(tmp_path / "run.db")).start()
+    service.begin(batch_size=16)
+    posts: dict[int, list[float]] = {}
+    wrong: list[str] = []
+
+    def post(client: int) -> None:
+        with httpx.Client(base_url=service.http.base_url, timeout=60) as http:
+            for number in range(GROUPS):
+                mark = 1000 * (client + 1) + number
+                body = json.dumps(group(mark=mark, length=(3, 200, 4000)[mark % 3], env_id=0))
+                sent = time.monotonic()
+                answer = http.post("/scored_data", content=body)
+                posts[mark] = [sent, sent, time.monotonic()]
+                if answer.status_code != 200:
+                    wrong.append(answer.text)
+
+    clients = [
+        threading.Thread(target=post, args=(client,), daemon=True) for client in range(CLIENTS)
+    ]
+    for client in clients:
+        client.start()
+    handed_out: list[int] = []
+    deadline = time.monotonic() + 120
+    while len(handed_out) < CLIENTS * GROUPS and time.monotonic() < deadline:
+        batch = service.get("/batch")["batch"]
+        handed_out += marks(batch or [])
+        if batch is None:
+            time.sleep(0.005)
+    for client in clients:
+        client.join(60)
+    assert not wrong
+    assert sorted(handed_out) == sorted(posts)
+    assert len(posts) == CLIENTS * GROUPS
+    assert broken_promises(posts, handed_out) == 0
+    service.signal(signal.SIGTERM)
+
+
+MODELS: list[type[BaseModel]] = [
+    *(
+        RegisterTrainer,
+        RegisterEnv,
+        EnvIdentifier,
+        EnvStatus,
+        AckBatch,
+        BatchReport,
+        EndRun,
+        PostedEvaluation,
+    ),
+    *(ServerAddress, PublishedFleet, LeaseReferences, ReferencesDone),
+]
+
+
+ODD = [
+    b"9" * 400,
+    b"-" + b"9" * 5000,
+    b"1e39",
+    b"1e400",
+    b"NaN",
+    b"-Infinity",
+    b"18446744073709551616",
+    b'"\\ud800"',
+    b'"\xff"',
+]
+
+
+ODD += [
+    b"[" * 300 + b"]" * 300,
+    b'{"a":1e39}',
+    b"[[1e39]]",
+    b"null",
+    b"true",
+    b'"x"',
+    b"{}",
+    b"-1",
+    b"0.5",
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "says"),
+    [
+        (PostedEvaluation, b'{"name":"x","metrics":{"a":1e39}}', "metrics.a is "),
+        (PostedEvaluation, b'{"name":"x","metrics":{"a":' + b"9" * 400 + b"}}", "metrics.a is "),
+        (
+            ReferencesDone,
+            b'{"worker":"w","groups":[{"id":1,"ref_logprobs":[[0,-1e39]]}]}',
+            "groups[0].ref_logprobs[0][1] is ",
+        ),
+        (
+            PublishedFleet,
+            b'{"servers":[{"url":"http://a:1","standing":"good","since":1e300}]}',
+            "servers[0].since is ",
+        ),
+        (EndRun, b'{"uuid":' + b"9" * 400 + b"}", "uuid is 'an integer of 1329 bits'"),
+    ],
+)
+def test_a_number_beyond_its_bound_is_named(model: type[BaseModel], body: bytes, says: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(model, body)
+    assert says in str(caught.value)
+    assert "less than or equal to" in str(caught.value) or "greater than or equal to" in str(
+        caught.value
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(MODELS), st.data())
+def test_what_is_refused_can_be_answered_and_what_is_taken_can_be_stored(
+    model: type[BaseModel], data: st.DataObject
+) -> None:
+    names = data.draw(st.lists(st.sampled_from(list(model.model_fields)), unique=True))
+    fields = [orjson.dumps(name) + b":" + data.draw(st.sampled_from(ODD)) for name in names]
+    try:
+        taken: Any = read(model, b"{" + b",".join(fields) + b"}")
+    except InvalidRequestError as refusal:
+        orjson.dumps(refusal.errors)
+        return
+    orjson.dumps(taken.model_dump(exclude={"report"}))

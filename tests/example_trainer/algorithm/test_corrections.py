@@ -1,6 +1,4 @@
-"""Corrections: closed forms, and what holds for all rollouts: bounded, monotone, 1 on equal bits,
-each sequence by itself.
-"""
+"""Corrections and estimates of a divergence: closed forms, and laws that hold for all rollouts."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from example_trainer.algorithm.losses import MAX_LOG_RATIO, clamped_log_ratio, k3
 from example_trainer.algorithm.objective import (
     Correction,
     CorrectionSettings,
@@ -20,6 +19,8 @@ from example_trainer.algorithm.objective import (
 )
 
 NAN = math.nan
+
+
 KINDS: tuple[Correction, ...] = (
     "none",
     "token_truncate",
@@ -27,12 +28,23 @@ KINDS: tuple[Correction, ...] = (
     "token_mask",
     "sequence_mask",
 )
+
+
 LOG2 = math.log(2)
 
+
 Sequence = list[tuple[float, float]]
+
+
 """(log ratio, rollout's logprob) of each token; a NaN as the latter: unknown."""
+
+
 tokens = st.tuples(st.floats(-5, 5, width=32), st.one_of(st.just(NAN), st.floats(-9, 0, width=32)))
+
+
 bins = st.lists(st.lists(tokens, min_size=1, max_size=6), min_size=1, max_size=5)
+
+
 choices = st.builds(
     CorrectionSettings,
     kind=st.sampled_from(KINDS),
@@ -143,3 +155,28 @@ def test_absurd_ratios_stay_finite() -> None:
         CorrectionSettings("token_truncate", sequence_kl_limit=1e12),
     )
     assert weights.weights.tolist() == [2.0, pytest.approx(math.exp(-20))]
+
+
+class TestK3:
+    @given(st.lists(st.floats(0.01, 1), min_size=2, max_size=6))
+    def test_its_mean_under_q_is_the_divergence(self, raw: list[float]) -> None:
+        q = torch.tensor(raw, dtype=torch.float64) / sum(raw)
+        p = torch.flip(q, dims=(0,))
+        expected = (q * (q / p).log()).sum()
+        assert torch.allclose((q * k3(p.log() - q.log())).sum(), expected, atol=1e-12)
+
+    def test_never_negative_and_exact_near_zero(self) -> None:
+        x = torch.linspace(-5, 5, 1001)
+        assert (k3(x) >= 0).all()
+        assert k3(torch.zeros(1)).item() == 0
+        small = torch.tensor([1e-3], dtype=torch.float64)
+        assert k3(small).item() == pytest.approx(1e-6 / 2 + 1e-9 / 6, rel=1e-6)
+
+
+def test_an_absurd_ratio_has_a_bound_and_no_gradient() -> None:
+    logprobs = torch.tensor([-500.0, -1.0, 0.0], requires_grad=True)
+    ratio = clamped_log_ratio(logprobs, torch.tensor([0.0, -1.5, -500.0]))
+    assert ratio.tolist() == [-MAX_LOG_RATIO, 0.5, MAX_LOG_RATIO]
+    ratio.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.0, 1.0, 0.0]

@@ -1,20 +1,33 @@
-"""Groups become sequences: advantages, overrides and the weights behind each token, and what is
-wrong is named.
-"""
+"""Groups become sequences: advantages, overrides, weights, ages, the penalty of a long answer, and the fields of tokens."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.wire import TrainerSession
+from atroposlib.wire import PER_TOKEN, TrainerSession
 from example_trainer.algorithm.advantages import find_advantages
-from example_trainer.batch.groups import NOT_TRAINED, Batch, LengthRules, Rules, parse_batch
+from example_trainer.batch.groups import (
+    NOT_TRAINED,
+    TOKEN_FIELDS,
+    Batch,
+    LengthRules,
+    Rules,
+    TokenField,
+    age,
+    parse_batch,
+)
+from example_trainer.batch.packing import PackedBin, empty_bin, pack_batch, part_of
+from example_trainer.batch.prefetch import decode, encode
+from example_trainer.batch.reader import BatchReader
+from example_trainer.config import TrainerConfig
 
 VOCAB = 50
 
@@ -403,3 +416,195 @@ def test_spans_that_are_no_list_are_passed_over() -> None:
         batch.unusable_spans[1]
         == "sequence 1 of group 0: weight_version_spans or weight_epoch_spans is no list"
     )
+
+
+# Killed at 17, resumed at 10; killed again, resumed at 12.
+LIVES_AGES = [TrainerSession(100, 0), TrainerSession(200, 10), TrainerSession(300, 12)]
+
+
+@pytest.mark.parametrize(
+    ("version", "epoch", "present", "expected"),
+    [
+        (14, 300, 15, 1),
+        (12, 300, 12, 0),
+        (11, 200, 15, 4),  # in the line: the third life went on from 12
+        (10, 100, 12, 2),  # where the second life took over
+        (17, 100, 12, 3),  # thrown away at 10, so older than 10
+        (14, 200, 13, 2),  # thrown away at 12
+        (0, 0, 12, 12),  # the model as it was at first
+        (5, None, 12, 7),  # without an owner: taken for this line's,
+        (17, None, 12, 1),  # unless it cannot be
+        (17, 0, 12, 1),
+        (20, 400, 13, 2),  # of a trainer that has replaced this one
+    ],
+)
+def test_ages_in_a_run_that_went_back_twice(
+    version: int, epoch: int | None, present: int, expected: int
+) -> None:
+    assert age(version, epoch, present, LIVES_AGES) == expected
+
+
+def test_without_lives_versions_alone_count() -> None:
+    assert age(3, 100, 5, []) == 2
+    assert age(9, 100, 5, []) == 0
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[TrainerSession], int, int, int]:
+    """Lives, each resumed from a step that the one before had reached; weights of one; the
+    trainer's version.
+    """
+    lives, reached = [TrainerSession(1, 0)], [draw(st.integers(0, 20))]
+    for number in range(draw(st.integers(0, 4))):
+        start = draw(st.integers(lives[-1].start, reached[-1]))
+        lives.append(TrainerSession(number + 2, start))
+        reached.append(start + draw(st.integers(0, 20)))
+    which = draw(st.integers(0, len(lives) - 1))
+    return (
+        lives,
+        lives[which].epoch,
+        draw(st.integers(lives[which].start, reached[which])),
+        reached[-1],
+    )
+
+
+@given(histories())
+def test_the_age_is_that_on_the_line_which_is_trained_on(
+    history: tuple[list[TrainerSession], int, int, int],
+) -> None:
+    lives, epoch, version, present = history
+    later = [life.start for life in lives if life.epoch > epoch]
+    left = [start for start in later if version > start]
+    expected = present - (min(left) - 1 if left else version)
+    assert age(version, epoch, present, lives) == expected >= 0
+    assert all(one.epoch < other.epoch for one, other in pairwise(lives))
+
+
+@given(st.integers(0, 300), st.integers(1, 200), st.integers(1, 250), st.floats(0.1, 4.0))
+def test_the_penalty_is_the_papers(tokens: int, limit: int, buffer: int, most: float) -> None:
+    found = LengthRules("penalise", buffer, most).penalty(tokens, limit)
+    buffer = min(buffer, limit)
+    if tokens <= limit - buffer:
+        assert found == 0
+    elif tokens <= limit:
+        assert abs(found - most * ((limit - buffer) - tokens) / buffer) < 1e-12
+    else:
+        assert found == -most
+    assert LengthRules("train", buffer, most).penalty(tokens, limit) == 0
+
+
+def test_an_empty_answer_is_never_penalised() -> None:
+    rules = LengthRules("penalise", buffer=128, most=1.0)
+    assert [rules.penalty(tokens, 64) for tokens in (0, 32, 64, 65)] == [0.0, -0.5, -1.0, -1.0]
+    assert rules.penalty(1, 0) == -1.0
+
+
+def group_of(limit: int, **more: object) -> dict[str, object]:
+    return make_group(sampling_params=[{"temperature": 1, "max_tokens": limit}] * 2, **more)
+
+
+def test_a_limit_below_the_buffer_and_advantages_without_penalty_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = TrainerConfig(model_name="m", truncated_answers="penalise", overlong_buffer=16)
+    reader = BatchReader(config, VOCAB, tokens_per_bin=64)
+    reader.read([group_of(16)], 0)
+    assert not caplog.records
+    for _ in range(2):
+        reader.read([group_of(12), group_of(9), group_of(16, advantages=[1.0, 2.0])], 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Answers may be 9 tokens long, and --overlong-buffer is 16: they are penalised from their first token on; give a "
+        "smaller buffer",
+        "1 of a batch's groups bring advantages of their own, which --truncated-answers penalise leaves as they are",
+    ]
+    caplog.clear()
+    BatchReader(TrainerConfig(model_name="m"), VOCAB, tokens_per_bin=64).read(
+        [group_of(9, advantages=[1.0, 2.0])], 0
+    )
+    assert not caplog.records
+
+
+INVENTED = TokenField(np.float32, -7.0, "surprises", largest=5.0)
+
+
+def group(**changes: Any) -> dict[str, Any]:
+    return {
+        "tokens": [[1, 2, 3, 4], [1, 2, 5]],
+        "masks": [[-100, -100, 3, 4], [-100, -100, 5]],
+        "scores": [1.0, 0.0],
+        "surprises": [[9.0, 9.0, 0.5, 9.0], [9.0, 9.0, 0.25]],
+    } | changes
+
+
+def packed(batch: Batch) -> PackedBin:
+    (((one,),),) = pack_batch(
+        batch,
+        tokens_per_bin=100,
+        ranks=1,
+        normalisation="token",
+        max_tokens=64,
+        share_prefixes=True,
+    )
+    return one
+
+
+@pytest.fixture
+def invented(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOKEN_FIELDS, "invented", INVENTED)
+
+
+@pytest.mark.usefixtures("invented")
+def test_a_new_field_of_a_group_arrives_in_the_bin_and_on_other_ranks() -> None:
+    batch = parse_batch([group()], 64, 10)
+    one, other = batch.sequences
+    assert (one["invented"].tolist(), other["invented"].tolist()) == ([0.5, -7.0], [0.25])
+    assert len(one.masked()["invented"]) == 0
+    bin = packed(batch)
+    by_sequence = dict(
+        zip(
+            map(tuple, bin.orders.tolist()), bin["invented"].split(bin.counts.tolist()), strict=True
+        )
+    )
+    assert by_sequence[0, 0].tolist() == [0.5, -7.0]
+    assert by_sequence[0, 1].tolist() == [0.25]
+    number = bin.orders.tolist().index([0, 1])
+    part, _ = part_of(bin, [number])
+    assert part["invented"].tolist() == [0.25]
+    ((received,),) = decode(encode([[bin]]))
+    assert torch.equal(received["invented"], bin["invented"])
+    assert received["invented"].dtype == bin.to(torch.device("cpu"))["invented"].dtype
+    assert empty_bin()["invented"].dtype == torch.float32
+
+
+@pytest.mark.usefixtures("invented")
+def test_a_sequence_without_the_field_has_its_fill_value() -> None:
+    bin = packed(parse_batch([group(surprises=None)], 64, 10))
+    assert bin["invented"].tolist() == [-7.0] * 3
+
+
+@pytest.mark.usefixtures("invented")
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([[1.0]], "surprises has 1 sequences, tokens has 2"),
+        ([[1.0] * 4, [1.0]], "surprises[1] has 1 entries, tokens[1] has 3"),
+        ([[1.0, 1.0, math.nan, 1.0], [1.0] * 3], "surprises[0] holds NaN or infinity"),
+        ("x", "surprises is missing or empty"),
+    ],
+)
+def test_a_field_that_does_not_fit_the_tokens_is_refused(rows: Any, problem: str) -> None:
+    batch = parse_batch([group(surprises=rows)], 64, 10)
+    assert problem in batch.invalid[0]
+
+
+def test_fields_of_the_wire_are_the_wires_per_token_fields() -> None:
+    assert {field.wire for field in TOKEN_FIELDS.values() if field.wire} <= PER_TOKEN.keys()
+
+
+def test_a_field_orders_rollouts_by_its_own_numbers_alone() -> None:
+    ones, half = np.ones(2, np.float32), np.full(2, 0.5, np.float32)
+    temperatures = TOKEN_FIELDS["temperatures"]
+    assert (temperatures.orders(ones), temperatures.orders(half)) == (False, True)
+    assert not TOKEN_FIELDS["teacher_logprobs"].orders(np.full(2, np.nan, np.float32))
+    assert TOKEN_FIELDS["versions"].orders(np.full(2, -1))
+    assert not TOKEN_FIELDS["reference_logprobs"].orders(half)

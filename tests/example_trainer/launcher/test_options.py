@@ -1,19 +1,31 @@
-"""start.sh's reading of its flags and variables: options, GPUs, and commands that the programs
-themselves understand.
-"""
+"""The command line behind scripts/start.sh and its like: flags, variables, commands of the parts, and logs."""
 
 from __future__ import annotations
 
+import argparse
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from example_trainer.command_line import parse_config
-from example_trainer.launcher.command_line import LauncherError
+from atroposlib.cli import run_api
+from example_trainer import reference_worker
+from example_trainer.async_grpo.actor import PYTHON
+from example_trainer.command_line import parse_config, parse_section
+from example_trainer.launcher import __main__ as command
+from example_trainer.launcher import roles
+from example_trainer.launcher.command_line import ROOT, LauncherError
+from example_trainer.launcher.logs import Follower, show
 from example_trainer.launcher.options import choose_gpus, parse, save
+from example_trainer.launcher.records import PARTS
 from example_trainer.launcher.stack import Stack
 from example_trainer.launcher.starter_models import BATCHES, LEARNING_RATES, STARTER_MODEL
+from example_trainer.parameter_server.options import ParameterServerOptions
 
 
 @pytest.mark.parametrize(
@@ -216,3 +228,201 @@ def test_resume_knows_the_parts_that_there_were(tmp_path: Path) -> None:
         LauncherError, match="'vllm' was no part of the last start, which had service, trainer"
     ):
         parse(["vllm", "--resume", "--run", str(tmp_path)])
+
+
+CONFIG = str(ROOT / "example_trainer" / "configs" / "arithmetic_async_cpu.yaml")
+
+
+class Replaced(Exception):
+    """Stands for the end of this process's program."""
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["--ray"], ["--config", CONFIG]),
+        (["--steps", "3", "--ray"], ["--config", CONFIG, "--steps", "3"]),
+        (["--ray", "--config", "a.yaml"], ["--config", "a.yaml"]),
+        (["--ray", "--config=a.yaml"], ["--config=a.yaml"]),
+    ],
+)
+def test_a_run_on_ray_gets_every_other_word(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str], words: list[str]
+) -> None:
+    def replace(program: str, arguments: list[str], variables: dict[str, str]) -> None:
+        assert program == sys.executable
+        assert arguments == [sys.executable, "-m", "example_trainer.async_grpo", *words]
+        assert variables["PYTHONPATH"].split(":") == [str(ROOT), "/elsewhere"]
+        raise Replaced
+
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setattr("os.execve", replace)
+    with pytest.raises(Replaced):
+        command.start(typed)
+    assert Path(CONFIG).is_file()
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_a_shell_command_without_an_installation_names_the_remedy(
+    name: str, tmp_path: Path
+) -> None:
+    script = [ROOT / "scripts" / f"{name}.sh"]
+    done = subprocess.run(
+        script,
+        env={"PATH": "/usr/bin:/bin", "LOCKSTEP_VENV": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert (
+        done.stderr == f"{name}: {tmp_path}/bin/python is not there: run scripts/setup.sh first\n"
+    )
+
+
+SERVERS = ["http://localhost:1", "http://localhost:2"]
+
+
+@given(
+    st.text(min_size=1),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.booleans(),
+    st.lists(st.text(min_size=1)),
+    st.none() | st.just("x y"),
+)
+def test_a_program_reads_the_values_that_were_written_as_flags(
+    text: str, number: int, real: float, bare: bool, several: list[str], optional: str | None
+) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--a-text")
+    parser.add_argument("--number", type=int)
+    parser.add_argument("--real", type=float)
+    parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--several", action="append", default=[])
+    parser.add_argument("--optional")
+    read = parser.parse_args(
+        roles.flags(
+            a_text=text, number=number, real=real, bare=bare, several=several, optional=optional
+        )
+    )
+    assert (read.a_text, read.number, read.real, read.bare) == (text, number, real, bare)
+    assert (read.several, read.optional) == (several, optional)
+
+
+def test_each_program_takes_its_command(tmp_path: Path) -> None:
+    service = roles.service(
+        "127.0.0.1", 8000, store=tmp_path / "rollouts.db", vllm_server=SERVERS, max_queue_groups=5
+    )
+    read = run_api.parse_arguments(service[service.index("atroposlib.cli.run_api") + 1 :])
+    assert (read.port, read.vllm_server, read.max_queue_groups) == (8000, SERVERS, 5)
+    reference = roles.reference_worker(
+        "owner/name", "http://service", name="reference-1", deterministic=True
+    )
+    config, worker = reference_worker.parse_arguments(
+        reference[reference.index("example_trainer.reference_worker") + 1 :]
+    )
+    assert (config.atropos_url, worker.name, config.deterministic) == (
+        "http://service",
+        "reference-1",
+        True,
+    )
+    words = roles.parameter_server(
+        "owner/name", "http://service", ["a:1", "b:2"], part="2/3", log_dir=tmp_path
+    )
+    options = parse_section(
+        ParameterServerOptions, "parameter_server", words[words.index("-m") + 2 :]
+    )
+    assert (options.part, list(options.vllm_servers)) == ("2/3", ["a:1", "b:2"])
+
+
+@pytest.mark.parametrize("bridge", roles.BRIDGE_FLAGS)
+def test_the_trainer_takes_the_flags_of_each_bridge(bridge: str) -> None:
+    words = roles.trainer(
+        "owner/name", bridge, "http://service", {"training_steps": 7, "lr": 1e-5, "vllm_port": 9001}
+    )
+    config = parse_config(words[words.index("example_trainer/grpo.py") + 1 :])
+    assert (config.training_steps, config.lr, config.atropos_url) == (7, 1e-5, "http://service")
+    assert config.weight_bridge_mode == roles.BRIDGE_FLAGS[bridge][1]
+
+
+def test_settings_of_an_environment_are_words_that_it_reads() -> None:
+    words = roles.environment(
+        "arithmetic",
+        "http://service",
+        SERVERS,
+        settings={"group_size": 8, "seed": None, "exact_resume": True, "x": False},
+    )
+    assert words[2:4] == ["environments/arithmetic_server.py", "serve"]
+    assert words[words.index("--openai.base_url") + 1] == ",".join(SERVERS)
+    assert words[-6:] == ["--env.group_size", "8", "--env.exact_resume", "true", "--env.x", "false"]
+    assert roles.environment("mine.py", "", [], settings={})[2] == "mine.py"
+
+
+def test_a_placeholder_can_stand_for_the_interpreter() -> None:
+    flags = roles.vllm_flags("0.0.0.0", on_gpu=False)
+    assert roles.vllm_server("owner/name", 1, flags)[0] == sys.executable
+    assert roles.vllm_server("owner/name", 1, flags, python=PYTHON)[0] == PYTHON
+    assert flags == ["--host", "0.0.0.0", "--dtype", "float32", "--enforce-eager"]
+    assert roles.vllm_flags("h", on_gpu=True) == ["--host", "h", "--dtype", "bfloat16"]
+
+
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1)
+)
+def test_a_command_as_it_is_typed_is_read_as_it_was(words: list[str]) -> None:
+    command = roles.Command("part", tuple(words), {"LOGDIR": "/a folder"}, "part.log")
+    assert shlex.split(command.typed()) == ["LOGDIR=/a folder", *words]
+
+
+def test_a_follower_reads_whole_lines_as_they_come(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("old\n")
+    follower = Follower(log)
+    assert follower.read() == []
+    with log.open("a") as file:
+        file.write("one\ntw")
+    assert follower.read() == ["one"]
+    with log.open("a") as file:
+        file.write("o\n")
+    assert follower.read() == ["two"]
+
+
+def test_a_follower_survives_a_new_file_and_an_emptied_one(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    follower = Follower(log)
+    assert follower.read() == []
+    log.write_text("first\n")
+    assert follower.read() == ["first"]
+    log.rename(tmp_path / "a.previous.log")
+    log.write_text("of the next start, which wrote more\n")
+    assert follower.read() == ["of the next start, which wrote more"]
+    with log.open("w") as file:
+        file.write("short\n")
+    assert follower.read() == ["short"]
+
+
+def test_each_line_stands_behind_its_part(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    for name in ("api.log", "vllm.log", "gsm8k.log", "trainer.log", "trainer/vllm.log"):
+        (tmp_path / name).write_text(f"old\nlast of {name}\n")
+    said: list[str] = []
+    rounds = iter([False, False, True])
+
+    def done() -> bool:
+        with (tmp_path / "trainer.log").open("a") as file:
+            file.write("new\n")
+        return next(rounds)
+
+    show(tmp_path, PARTS, lines=1, follow=True, say=said.append, done=done)
+    assert sorted(said[:5]) == [
+        "environment | last of gsm8k.log",
+        "service     | last of api.log",
+        "trainer     | last of trainer.log",
+        "vllm        | last of trainer/vllm.log",
+        "vllm        | last of vllm.log",
+    ]
+    assert said[5:] == ["trainer     | new"] * 2
+    said.clear()
+    show(tmp_path, ["service"], lines=2, follow=False, say=said.append)
+    assert said == ["service     | old", "service     | last of api.log"]

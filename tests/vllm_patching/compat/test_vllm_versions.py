@@ -1,16 +1,20 @@
-"""Versions of vLLM outside the supported ones are refused before anything of them is imported, with
-the remedy in one line.
-"""
+"""The vLLM that the project supports: its names, its versions, its facts, and its log."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from scripts.vllm_seams import CORE, SEAMS, VllmSource
+from tests.forked_commands import run_command
+from vllm_patching.compat.engine import memory_share
 from vllm_patching.compat.versions import (
     SUPPORTED,
     UnsupportedVllm,
@@ -114,3 +118,85 @@ def test_a_build_for_gpus_is_refused_where_there_is_none(monkeypatch: pytest.Mon
         match=r"finds no GPU on this machine .*`pip install vllm==0\.26\.0` on a machine",
     ):
         require_device()
+
+
+def installed() -> Path:
+    """The folder of vLLM's package: the one installed, or what LOCKSTEP_VLLM_SOURCE names, for a
+    look at another version.
+    """
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    return Path(os.environ.get("LOCKSTEP_VLLM_SOURCE", str(Path(found.origin).parent)))
+
+
+@pytest.fixture(scope="module")
+def source() -> VllmSource:
+    return VllmSource(installed())
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+def test_the_seam_is_there(seam: str, source: VllmSource) -> None:
+    assert any(source.has(one) for one in seam.split("|")), f"vLLM at {installed()} has no {seam}"
+
+
+def imported_from_vllm() -> set[str]:
+    """Names that the project imports from vLLM by statement."""
+    files = [
+        path
+        for folder in ("vllm_patching", "example_trainer")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    texts = [text for path in files if "from vllm" in (text := path.read_text(encoding="utf-8"))]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    return {
+        f"{node.module}:{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("seam", sorted(imported_from_vllm()))
+def test_what_is_imported_is_there(seam: str, source: VllmSource) -> None:
+    if ".vllm_flash_attn." in seam:
+        pytest.skip("CUDA builds alone have this library, and who imports it does without")
+    module, _, name = seam.partition(":")
+    assert (
+        source.has(seam) or source.has(f"{module}.{name}:") or source.has(f"{module}:__getattr__")
+    )
+
+
+def test_a_name_that_is_not_there_is_missed(source: VllmSource) -> None:
+    assert not source.has(f"{CORE}:EngineCore.no_such_method")
+    assert not source.has(f"{CORE}:NoSuchClass")
+    assert not source.has("vllm.no_such_module:")
+
+
+def engine(**cache: object) -> SimpleNamespace:
+    return SimpleNamespace(vllm_config=SimpleNamespace(cache_config=SimpleNamespace(**cache)))
+
+
+def test_the_share_of_memory_is_known_where_it_decides() -> None:
+    assert memory_share(engine(gpu_memory_utilization=0.9, kv_cache_memory_bytes=None)) == 0.9
+    assert memory_share(engine(gpu_memory_utilization=0.9)) == 0.9
+    assert memory_share(engine(gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 << 30)) is None
+    assert memory_share(SimpleNamespace()) is None, "a parameter server holds weights alone"
+
+
+IMPORT = """
+import logging, sys
+from vllm_patching.compat.torchao_logs import quiet_torchao
+quiet_torchao()
+quiet_torchao()
+import torchao
+assert "torchao.optim" in sys.modules
+logging.getLogger("torchao").warning("something else")
+assert len(logging.getLogger("torchao").filters) == 1
+"""
+
+
+def test_importing_torchao_logs_nothing_and_other_warnings_stay() -> None:
+    done = run_command([sys.executable, "-c", IMPORT])
+    assert done.returncode == 0, done.stdout
+    assert [line for line in done.stdout.splitlines() if line.strip()] == ["something else"]

@@ -1,11 +1,24 @@
-"""Token counts at each update become spans that cover every token exactly once."""
+"""Times and versions of an update: by a clock that the test moves, as spans, and in the server's timeline."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_patching.protocol.timeline import Timeline
+from vllm_patching.server import bridge
+from vllm_patching.server.bridge import FIRST_STEP_SECONDS, UpdateClock
+from vllm_patching.server.engine_calls import EngineState
 from vllm_patching.server.state import Span, VersionSpans, Weights
+from vllm_patching.server.timeline import FollowRequests, ServerTimeline
 
 
 def spans_of(*pairs: tuple[int, int]) -> list[Span]:
@@ -95,3 +108,137 @@ def test_spans_cover_all_tokens_in_order(increments: list[int], last: int) -> No
     versions = [span.weights.version for span in result]
     assert versions == sorted(set(versions))
     assert result
+
+
+MARKS = ("paused", "transferred", "committed", "verified", "serving")
+
+
+class Hands:
+    """The value of time.monotonic()."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    made = Hands()
+    monkeypatch.setattr(bridge, "time", SimpleNamespace(monotonic=made.monotonic))
+    return made
+
+
+def take(clock: UpdateClock, hands: Hands, in_flight: bool = True) -> None:
+    """A whole direct update: each phase a second after the one before, paused at the second."""
+    clock.begin()
+    for mark in MARKS:
+        hands.now += 1
+        clock.reach(mark)
+    hands.now += 1
+    clock.resumed(asked=hands.now - 0.25, in_flight=in_flight)
+
+
+def test_the_phases_of_an_update(hands: Hands) -> None:
+    clock = UpdateClock(8.0)
+    take(clock, hands)
+    assert clock.seconds == {f"to_{mark}": 1.0 for mark in MARKS} | {"halted": 5.0, "resume": 0.25}
+    assert str(clock).endswith("to_serving 1000.0 ms, halted 5000.0 ms, resume 250.0 ms")
+
+
+def test_the_engine_stalled_until_its_first_step(hands: Hands) -> None:
+    clock = UpdateClock(8.0)
+    assert not clock.wants_first_step
+    take(clock, hands)
+    told = clock.seconds
+    clock.stepped(None)
+    assert "stalled" not in told
+    assert clock.wants_first_step
+    clock.stepped(hands.now - 0.5)  # the step began before the answer to resume was there
+    assert told["stalled"] == 4.5
+    assert not clock.wants_first_step
+    take(clock, hands)
+    assert told["stalled"] == 4.5, "the figures of an update are its own"
+    assert "stalled" not in clock.seconds
+
+
+def test_nobody_asks_for_the_step_of_an_idle_engine_or_of_an_update_that_is_over(
+    hands: Hands,
+) -> None:
+    clock = UpdateClock(8.0)
+    take(clock, hands, in_flight=False)
+    assert not clock.wants_first_step
+    take(clock, hands)
+    hands.now += FIRST_STEP_SECONDS
+    assert not clock.wants_first_step
+    take(clock, hands)
+    clock.begin()
+    assert not clock.wants_first_step
+
+
+def test_a_phase_is_late_after_its_own_time(hands: Hands) -> None:
+    clock = UpdateClock(8.0)
+    clock.begin()
+    hands.now += 7.9
+    assert not clock.is_late
+    clock.reach("paused")
+    hands.now += 7.9
+    assert not clock.is_late
+    hands.now += 0.2
+    assert clock.is_late
+
+
+def test_generating_is_interrupted_while_the_engine_stands_still(tmp_path: Path) -> None:
+    timeline = ServerTimeline(Timeline(tmp_path / "t.jsonl", "generator", "here"))
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        arrived.set()
+        await go_on.wait()
+        if scope["path"] == "/broken":
+            raise ConnectionError("the client has gone")
+
+    follow = FollowRequests(app, timeline)
+
+    def ask(method: str, path: str) -> asyncio.Task[None]:
+        scope = {"type": "http", "method": method, "path": path, "root_path": ""}
+        return asyncio.create_task(follow(scope, None, None))
+
+    async def serve() -> None:
+        ignored = [ask("GET", "/health"), ask("POST", "/bridge/begin")]
+        await asyncio.wait_for(arrived.wait(), 60)
+        arrived.clear()
+        requests = [ask("POST", "/generate"), ask("POST", "/broken")]
+        await asyncio.wait_for(arrived.wait(), 60)
+        begun = time.monotonic()
+        for state in (
+            EngineState.UNKNOWN,
+            EngineState.PAUSED,
+            EngineState.UNKNOWN,
+            EngineState.RUNNING,
+        ):
+            timeline.engine(state)
+        timeline.updated(begun, 7)
+        go_on.set()
+        await asyncio.gather(*ignored, *requests, return_exceptions=True)
+
+    asyncio.run(serve())
+    timeline.engine(
+        EngineState.PAUSED
+    )  # as for a turn of the trainer's, which a stop of the server ends
+    timeline.close()
+    rows = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert rows[0]["role"] == "generator"
+    assert [row["what"] for row in rows[1:]] == [
+        "generating",
+        "halted",
+        "update",
+        "generating",
+        "halted",
+    ]
+    generating, halted, update, again, _ = rows[1:]
+    assert (generating["end"], halted["end"]) == (halted["begin"], again["begin"])
+    assert update["version"] == 7
+    assert (
+        generating["begin"] <= update["begin"] <= halted["begin"] <= update["end"] <= again["end"]
+    )
