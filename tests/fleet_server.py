@@ -86,6 +86,7 @@ def _stand_in_for_vllm() -> None:
         "vllm",
         "vllm.model_executor",
         "vllm.model_executor.layers",
+        "vllm.model_executor.model_loader",
         "vllm.v1",
         "vllm.v1.worker",
     ):
@@ -95,6 +96,8 @@ def _stand_in_for_vllm() -> None:
         current_platform=SimpleNamespace(is_cuda=bool, is_cpu=lambda: True, is_cuda_alike=bool),
     )
     module("vllm.model_executor.layers.utils", dispatch_cpu_unquantized_gemm=None)
+    loading = "vllm.model_executor.model_loader.base_loader"
+    module(loading, process_weights_after_loading=lambda *_: None)
     runner = SimpleNamespace(_sample=None, _bookkeeping_sync=None)
     module("vllm.v1.worker.gpu_model_runner", GPUModelRunner=runner)
 
