@@ -129,7 +129,9 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
     class Worker(extension.LockstepWorkerExtension):
         def __init__(self) -> None:
             self.model = tiny_model(False, device, dtype)
-            config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: CONFIG))
+            families = CONFIG["architectures"]
+            checkpoint = SimpleNamespace(to_dict=lambda: CONFIG, architectures=families)
+            config = SimpleNamespace(hf_config=checkpoint)
             parallel = SimpleNamespace(data_parallel_index=0, data_parallel_size=1)
             self.vllm_config = SimpleNamespace(model_config=config, parallel_config=parallel)
             self.direct, self.spoilt, self.received_before = False, -1, None
