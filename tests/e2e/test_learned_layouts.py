@@ -54,10 +54,7 @@ ROUNDING = 2e-4
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "Mixtral",
-        *(pytest.param(n, marks=pytest.mark.nightly) for n in ("Olmo3", "DeepseekV3", "Falcon")),
-    ],
+    ["Mixtral", "Olmo3", "DeepseekV3", "Falcon"],
 )
 def test_an_update_arrives_whole(
     name: str,
