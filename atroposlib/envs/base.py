@@ -13,7 +13,7 @@ if __name__ == "__main__":
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
 
@@ -46,14 +46,9 @@ class View(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-
-    def __get__(self, instance: object | None, owner: type) -> Self | T:
+    def __get__(self, instance: object | None, owner: type) -> T:
         if instance is None:
-            return self
+            return self  # type: ignore[return-value]  # of the class, not of an environment
         if (runner := instance.__dict__.get("_runner")) is not None:
             return getattr(getattr(runner, self.part), self.name)
         if self.name not in instance.__dict__:
@@ -354,7 +349,7 @@ class BaseEnv(ABC):
         `await super().wandb_log(metrics)`.
         """
         await self._runner.reports.log(
-            dict(wandb_metrics or {}) | self._runner.delivery.teaching.metrics()
+            dict(wandb_metrics or {}) | self._runner.delivery.teacher_metrics()
         )
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:

@@ -555,10 +555,7 @@ class ServerPool(InferenceCalls):
             if not under_way:
                 self._under_way.pop(server, None)
 
-    async def _request(self, method: str, fields: dict[str, Any]) -> Any:
-        return await self.request(method, fields)
-
-    async def request(
+    async def _request(
         self, method: str, fields: dict[str, Any], preferred: APIServer | None = None
     ) -> Any:
         """Call a method of the best server. Wait while all are away.
@@ -1142,7 +1139,7 @@ class APIServer(InferenceCalls):
         raise NotImplementedError(f"{type(self).__name__} cannot give the logprobs of a prompt")
 
     async def _request(self, method: str, fields: dict[str, Any]) -> Any:
-        return await self.pool.request(method, fields, preferred=self)
+        return await self.pool._request(method, fields, preferred=self)
 
     async def wandb_metrics(
         self, metrics_dict: dict[str, Any] | None, server_name: str | None

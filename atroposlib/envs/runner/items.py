@@ -309,77 +309,6 @@ async def stopped(task: asyncio.Future[Any]) -> None:
         logger.warning("a rollout that was cut off ended with %r", error)
 
 
-class Teaching:
-    """The teacher of `--env.teacher_url`. Without one, none of this does anything."""
-
-    def __init__(self, state: RunState, connections: Connections):
-        self.state, self.connections = state, connections
-        self.kl_sum = 0.0
-        self.kl_tokens = 0
-
-    async def teach(self, group: dict[str, Any]) -> None:
-        """Fill in `distill_token_ids` and `distill_logprobs`: the trained token and its logprob
-        where one is, else nothing.
-
-        A group that has them already, of an environment with a teacher of its own, is left as it
-        is.
-
-        Raises:
-            TeacherRefused: the teacher cannot score one of its sequences.
-            EnvironmentFailure: the teacher was away for longer than `teacher_timeout`; the group is
-                counted as dropped.
-        """
-        teacher = self.connections.teacher
-        if teacher is None or group.get("distill_logprobs") is not None:
-            return
-        if group.get("images"):
-            raise UsageError(
-                "--env.teacher_url: a group has images, and a teacher is sent token ids alone; leave it out"
-            )
-        rows = [[int(token) for token in row] for row in group["tokens"]]
-        try:
-            scored = await gather_or_cancel([teacher.score(row) for row in rows])
-        except EnvironmentFailure:
-            self.state.drops.add("teacher_away")
-            logger.error(
-                "a group of %d sequences cannot be sent: the teacher has not scored it", len(rows)
-            )
-            raise
-        trained = [
-            [mask != PROMPT_MASK and at > 0 for at, mask in enumerate(row)]
-            for row in group["masks"]
-        ]
-        group["distill_token_ids"] = [*map(only_trained, rows, trained)]
-        group["distill_logprobs"] = [*map(only_trained, scored, trained)]
-        self._note_divergence(group)
-
-    def _note_divergence(self, group: Mapping[str, Any]) -> None:
-        """Keep log π - log T of the sampled tokens, whose mean is the reverse KL, for the next
-        metrics.
-        """
-        sampled = group.get("inference_logprobs")
-        if sampled is None:
-            return
-        for logprobs, taught in zip(sampled, group["distill_logprobs"], strict=True):
-            differences = [
-                float(ours) - theirs[0]
-                for ours, theirs in zip(logprobs, taught, strict=True)
-                if theirs
-            ]
-            self.kl_sum += sum(differences)
-            self.kl_tokens += len(differences)
-
-    def metrics(self) -> dict[str, float]:
-        """`train/teacher_kl` (nats per token, estimated on the sampled tokens) since it was last
-        asked for.
-        """
-        values: dict[str, float] = {}
-        if self.kl_tokens:
-            values["train/teacher_kl"] = self.kl_sum / self.kl_tokens
-        self.kl_sum, self.kl_tokens = 0.0, 0
-        return values
-
-
 def only_trained(values: list[T], trained: list[bool]) -> list[list[T]]:
     """Return a list for each token: its value if it is trained on, else nothing."""
     return [[value] if trains else [] for value, trains in zip(values, trained, strict=True)]
@@ -390,7 +319,8 @@ class Delivery:
 
     def __init__(self, state: RunState, connections: Connections, author: Author):
         self.state, self.connections, self.author = state, connections, author
-        self.teaching = Teaching(state, connections)
+        self.kl_sum = 0.0
+        self.kl_tokens = 0
 
     async def deliver(
         self, scored_data: Any, item: Item, post: bool, abort_when_too_long: bool
@@ -412,7 +342,7 @@ class Delivery:
                     )
                 continue
             try:
-                await self.teaching.teach(group)
+                await self.teach(group)
             except TeacherRefused as refusal:
                 self.state.drops.add("teacher_refused")
                 logger.error("a group was dropped: %s", refusal)
@@ -469,6 +399,70 @@ class Delivery:
             )
             return "too_long"
         return None
+
+    # ---- the teacher of `--env.teacher_url`; without one, none of this does anything
+
+    async def teach(self, group: dict[str, Any]) -> None:
+        """Fill in `distill_token_ids` and `distill_logprobs`: the trained token and its logprob
+        where one is, else nothing.
+
+        A group that has them already, of an environment with a teacher of its own, is left as it
+        is.
+
+        Raises:
+            TeacherRefused: the teacher cannot score one of its sequences.
+            EnvironmentFailure: the teacher was away for longer than `teacher_timeout`; the group is
+                counted as dropped.
+        """
+        teacher = self.connections.teacher
+        if teacher is None or group.get("distill_logprobs") is not None:
+            return
+        if group.get("images"):
+            raise UsageError(
+                "--env.teacher_url: a group has images, and a teacher is sent token ids alone; leave it out"
+            )
+        rows = [[int(token) for token in row] for row in group["tokens"]]
+        try:
+            scored = await gather_or_cancel([teacher.score(row) for row in rows])
+        except EnvironmentFailure:
+            self.state.drops.add("teacher_away")
+            logger.error(
+                "a group of %d sequences cannot be sent: the teacher has not scored it", len(rows)
+            )
+            raise
+        trained = [
+            [mask != PROMPT_MASK and at > 0 for at, mask in enumerate(row)]
+            for row in group["masks"]
+        ]
+        group["distill_token_ids"] = [*map(only_trained, rows, trained)]
+        group["distill_logprobs"] = [*map(only_trained, scored, trained)]
+        self._note_divergence(group)
+
+    def _note_divergence(self, group: Mapping[str, Any]) -> None:
+        """Keep log π - log T of the sampled tokens, whose mean is the reverse KL, for the next
+        metrics.
+        """
+        sampled = group.get("inference_logprobs")
+        if sampled is None:
+            return
+        for logprobs, taught in zip(sampled, group["distill_logprobs"], strict=True):
+            differences = [
+                float(ours) - theirs[0]
+                for ours, theirs in zip(logprobs, taught, strict=True)
+                if theirs
+            ]
+            self.kl_sum += sum(differences)
+            self.kl_tokens += len(differences)
+
+    def teacher_metrics(self) -> dict[str, float]:
+        """`train/teacher_kl` (nats per token, estimated on the sampled tokens) since it was last
+        asked for.
+        """
+        values: dict[str, float] = {}
+        if self.kl_tokens:
+            values["train/teacher_kl"] = self.kl_sum / self.kl_tokens
+        self.kl_sum, self.kl_tokens = 0.0, 0
+        return values
 
     async def post(self, scored_data: Any) -> None:
         """Post one group or a list of groups; waits and retries while the service is away or full."""

@@ -98,8 +98,8 @@ def test_every_trained_token_gets_the_teachers_logprob(
         asked
     ] * 3  # one to begin with
     taught = [value for row in group["distill_logprobs"] for entry in row for value in entry]
-    teaching = env._runner.delivery.teaching
-    assert teaching.kl_sum / teaching.kl_tokens == pytest.approx(
+    delivery = env._runner.delivery
+    assert delivery.kl_sum / delivery.kl_tokens == pytest.approx(
         sum(-1.0 - value for value in taught) / 5
     )
 
