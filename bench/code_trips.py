@@ -135,8 +135,8 @@ async def one_item(
     env, trip = kind(config, servers), Trip()
     await env.setup()
     await env.wait_for_servers()
-    await env._runner.serving.get_info()
-    await env._runner.serving.register()
+    await env._runner.get_info()
+    await env._runner.register()
     await env.get_status()
     env.max_num_workers = 1
     with trip.traced():

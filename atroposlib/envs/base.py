@@ -262,7 +262,7 @@ class BaseEnv(ABC):
         Raises:
             EnvironmentFailure: something that only a person can mend; the message says what.
         """
-        await self._runner.serving.serve()
+        await self._runner.serve()
 
     async def wait_for_servers(self) -> None:
         """Return once the inference servers answer, and the teacher if there is one.
@@ -274,11 +274,11 @@ class BaseEnv(ABC):
 
     async def setup_wandb(self) -> None:
         """Start a W&B run in the trainer's project and group."""
-        await self._runner.serving.setup_wandb()
+        await self._runner.setup_wandb()
 
     async def register_env(self) -> None:
         """Register, waiting for the trainer as long as `service_timeout` allows."""
-        await self._runner.serving.register()
+        await self._runner.register()
 
     async def get_server_info(self) -> None:
         """Take over the trainer's batch size and longest sequence.
@@ -286,28 +286,28 @@ class BaseEnv(ABC):
         Raises:
             EnvironmentFailure: a group does not fit into a batch.
         """
-        await self._runner.serving.get_info()
+        await self._runner.get_info()
 
     async def get_status(self) -> None:
         """Ask for the queue's state; a service that was started anew knows us no more, so register
         again.
         """
-        await self._runner.serving.get_status()
+        await self._runner.get_status()
 
     async def env_step_checks(self) -> None:
         """When the trainer has moved on: evaluate, keep state and log, as far as each is due."""
-        await self._runner.serving.after_a_step()
+        await self._runner.after_a_step()
 
     def load_checkpoint(self) -> None:
         """Set the attributes that `save_checkpoint` kept at the current step, if there is a file."""
-        self._runner.serving.load_state()
+        self._runner.load_state()
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Keep `data` (attribute -> value) for `load_checkpoint`.
 
         A subclass calls this with what it wants kept.
         """
-        self._runner.serving.keep_state(step, data)
+        self._runner.keep_state(step, data)
 
     @property
     def derived_batch_size(self) -> int:

@@ -31,7 +31,7 @@ LONG = "x" * 20_000
 def env_state(folder: Path, text: str) -> None:
     env = ScriptedEnv([])
     env.checkpoint_dir = str(folder)
-    env._runner.serving.keep_state(3, {"text": text})
+    env._runner.keep_state(3, {"text": text})
 
 
 def page_of_groups(folder: Path, text: str) -> None:

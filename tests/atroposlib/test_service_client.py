@@ -188,7 +188,7 @@ def evaluated(server: Scripted, times: int = 1, **settings: Any) -> Evaluated:
 
     async def run() -> None:
         for _ in range(times):
-            env._runner.serving.start_evaluation()
+            env._runner.start_evaluation()
             assert env._runner.state.eval_runner is not None
             await env._runner.state.eval_runner
             await asyncio.sleep(0)

@@ -1,6 +1,6 @@
 """The runner of an environment: it makes the parts and lets them `serve`, `process` or `evaluate`.
 
-`Serving` is the run beside a trainer: register, keep workers busy, evaluate, log, and stop.
+Beside a trainer it registers, keeps workers busy, evaluates, logs, and stops.
 """
 
 import asyncio
@@ -34,24 +34,49 @@ LAST_EVALUATION_SECONDS = 120.0
 any moment then."""
 
 
-class Serving:
-    """`serve` runs the whole life cycle."""
+def crossed(previous: int, now: int, every: int) -> bool:
+    """Return whether a multiple of `every` lies in (previous, now]: the trainer may move several
+    steps between two looks.
+    """
+    return now // every > previous // every
 
-    def __init__(
-        self,
-        state: RunState,
-        connections: Connections,
-        author: Author,
-        workers: Workers,
-        reports: Reports,
-    ):
-        self.state, self.connections, self.author = state, connections, author
-        self.workers, self.reports = workers, reports
+
+class Runner:
+    """The parts that run an environment.
+
+    Args:
+        author: the environment, whose methods the parts call.
+        config: its settings.
+        server: the inference servers.
+
+    Attributes:
+        state: configuration, progress, items in work and counters.
+        connections: clients of the servers around the environment.
+        rollouts: from an item to its groups.
+        delivery: from groups to the service.
+        workers: items in work.
+        reports: metrics and evaluations.
+    """
+
+    def __init__(self, author: Author, config: BaseEnvConfig, server: ServerManager):
+        self.author = author
+        self.state = state = RunState(config, len(server.servers))
+        self.connections = connections = Connections(state, author, server)
+        self.rollouts = Rollouts(state, connections, author)
+        self.delivery = Delivery(state, connections, author)
+        self.reports = Reports(state, connections, author)
+        self.workers = Workers(state, connections, author, self.rollouts)
         self.trainer_steps = -1
         self._last_round: float | None = None
         self._handed_out: tuple[int, float] | None = None
         """When every step was handed out: the step that was reached, and since when nothing has
         moved."""
+        if config.data_path_to_save_groups is not None:
+            path = str(unused_path(Path(config.data_path_to_save_groups)))
+            config.data_path_to_save_groups = path
+            state.jsonl_writer = JsonLinesWriter(path)
+
+    # ---- the run beside a trainer
 
     async def serve(self) -> None:
         """See `BaseEnv.env_manager`."""
@@ -383,45 +408,7 @@ class Serving:
         await self.connections.close()
         self.reports.close()
 
-
-def crossed(previous: int, now: int, every: int) -> bool:
-    """Return whether a multiple of `every` lies in (previous, now]: the trainer may move several
-    steps between two looks.
-    """
-    return now // every > previous // every
-
-
-class Runner:
-    """The parts that run an environment.
-
-    Args:
-        author: the environment, whose methods the parts call.
-        config: its settings.
-        server: the inference servers.
-
-    Attributes:
-        state: configuration, progress, items in work and counters.
-        connections: clients of the servers around the environment.
-        rollouts: from an item to its groups.
-        delivery: from groups to the service.
-        workers: items in work.
-        reports: metrics and evaluations.
-        serving: the run beside a trainer.
-    """
-
-    def __init__(self, author: Author, config: BaseEnvConfig, server: ServerManager):
-        self.author = author
-        self.state = state = RunState(config, len(server.servers))
-        self.connections = connections = Connections(state, author, server)
-        self.rollouts = Rollouts(state, connections, author)
-        self.delivery = Delivery(state, connections, author)
-        self.reports = Reports(state, connections, author)
-        self.workers = Workers(state, connections, author, self.rollouts)
-        self.serving = Serving(state, connections, author, self.workers, self.reports)
-        if config.data_path_to_save_groups is not None:
-            path = str(unused_path(Path(config.data_path_to_save_groups)))
-            config.data_path_to_save_groups = path
-            state.jsonl_writer = JsonLinesWriter(path)
+    # ---- without a trainer
 
     async def process(self) -> None:
         """See `BaseEnv.process_manager`."""

@@ -40,7 +40,7 @@ def serving_env(
     *statuses: dict[str, Any], kind: type[ScriptedEnv] = ScriptedEnv, **settings: Any
 ) -> Any:
     env = kind([], **({"max_num_workers": 2, "steps_per_eval": 0} | settings))
-    env._runner.state.env_id, env._runner.serving.trainer_steps = 0, 4
+    env._runner.state.env_id, env._runner.trainer_steps = 0, 4
     env.config.batch_size = 8
     env._runner.connections.service = StandInService(
         *({"queue_size": 0, "env_weight": 1.0} | status for status in statuses)
@@ -52,7 +52,7 @@ async def rounds(env: ScriptedEnv, most: int = 200) -> int:
     """Run the loop until it is over; the number of rounds, or -1 if it goes on."""
     try:
         for number in range(most):
-            if await env._runner.serving.one_round():
+            if await env._runner.one_round():
                 return number
             await asyncio.sleep(0)
         return -1
@@ -131,11 +131,11 @@ async def test_a_trainer_that_does_more_steps_than_it_said_is_not_left(
         )
     )
     for _ in range(6):
-        assert not await env._runner.serving.one_round()
+        assert not await env._runner.one_round()
         now[0] += 9.0
-    assert not await env._runner.serving.one_round()
+    assert not await env._runner.one_round()
     now[0] += 2.0
-    assert await env._runner.serving.one_round()
+    assert await env._runner.one_round()
 
 
 async def test_a_service_that_has_begun_another_run_ends_it_once_every_batch_was_handed_out(
@@ -153,7 +153,7 @@ async def test_a_service_that_has_begun_another_run_ends_it_once_every_batch_was
 async def test_the_wait_for_the_end_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
     env = idle(serving_env({"current_step": 4, "run_ended": False}, service_timeout=0.05))
     started = time.monotonic()
-    while not await env._runner.serving.one_round():
+    while not await env._runner.one_round():
         assert time.monotonic() < started + 60, "it waits for ever"
         await asyncio.sleep(0.01)
     assert "did not end the run within 0.05 s" in caplog.text
@@ -175,8 +175,8 @@ async def test_the_service_waits_for_the_trainer_where_nothing_else_can_happen(
     monkeypatch.setattr("atroposlib.envs.runner.runner.MIN_POLL_SECONDS", 0.0)
     monkeypatch.setattr("atroposlib.envs.runner.runner.POLL_SECONDS", 0.25)
     for _ in range(3):  # nothing is wanted; two groups are; they are in work
-        assert not await env._runner.serving.one_round()
-        await env._runner.serving._rest()
+        assert not await env._runner.one_round()
+        await env._runner._rest()
     assert env._runner.connections.service.waited == [(None, 0.0), (7, 0.25), (None, 0.0)]
     await stop_workers(env)
 
@@ -185,7 +185,7 @@ async def test_an_evaluation_that_ends_is_not_kept_waiting() -> None:
     env = serving_env({"current_step": 0, "groups_wanted": 0, "moves": 7})
     env._runner.state.eval_runner = asyncio.create_task(asyncio.Event().wait())
     for _ in range(2):
-        assert not await env._runner.serving.one_round()
+        assert not await env._runner.one_round()
     assert env._runner.connections.service.waited == [(None, 0.0)] * 2
     env._runner.state.eval_runner.cancel()
 
@@ -212,12 +212,12 @@ async def test_an_item_that_waits_for_the_service_is_never_cut_off() -> None:
         {"current_step": 0}, kind=Posting, worker_timeout=1.0, max_consecutive_failures=1
     )
     env.script = [response(1.0), response(-1.0)] * 2
-    await env._runner.serving.one_round()
+    await env._runner.one_round()
     while env.waiting < 2:
         await asyncio.sleep(0)
     await asyncio.sleep(1.5)  # longer than an item may take
-    await env._runner.serving.one_round()
-    env._runner.serving.start_evaluation()  # which stops the workers that sample
+    await env._runner.one_round()
+    env._runner.start_evaluation()  # which stops the workers that sample
     back.set()
     await asyncio.wait(env.workers)
     assert len(env.posted) == 2
@@ -297,7 +297,7 @@ async def test_what_is_wrong_with_one_item_ends_that_item_only(
 
     setattr(env, where, breaks_once)
     while len(env.posted) < 3:
-        assert not await env._runner.serving.one_round()
+        assert not await env._runner.one_round()
         await asyncio.sleep(0)
     await stop_workers(env)
     assert env.drops.by_reason == {"errors": 1}

@@ -216,7 +216,7 @@ class World:
                 self.env_id = None
 
     def act(self) -> None:
-        """As Serving.one_round does behind the answer of the service."""
+        """As Runner.one_round does behind the answer of the service."""
         assert self.asked is not None
         (status, busy), self.asked = self.asked, None
         if self.window.update(status["stream"]):  # type: ignore[arg-type]

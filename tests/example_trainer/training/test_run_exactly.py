@@ -82,7 +82,7 @@ class Sampler(BaseEnv):
         self.run_of = run
         self.tokenizer = "none"
         self.server.wait_until_well = self.no_servers  # type: ignore[method-assign,assignment]
-        self._runner.serving._stop = self.die  # type: ignore[method-assign]
+        self._runner._stop = self.die  # type: ignore[method-assign]
 
     async def setup(self) -> None:
         self.next = 0
