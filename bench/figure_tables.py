@@ -193,6 +193,7 @@ SERVICE_RATES = Table(
         "groups drained per second": "{ROW/drained @.0f}",
         "a post, median": "{ROW/p50 @.0f} ms",
         "a post, p99": "{ROW/p99 @.0f} ms",
+        "the server's processor time for a group": "{ROW/cpu_ms_per_group @.1f} ms",
     },
     "Medians of {count:load/runs/ours/*/posted @d} rounds, {load/clients @d} clients, two cores. "
     "{sources}",

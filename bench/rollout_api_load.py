@@ -4,6 +4,7 @@ over many groups.
 
     python bench/rollout_api_load.py                    # both servers in turn, three rounds
     python bench/rollout_api_load.py --memory-groups 100000
+    python bench/rollout_api_load.py --load-alone       # on a server that answers at once
 
 Ours keeps every group in SQLite (an answered post is on the disk); the public server keeps them in
 memory. The load comes from ../shared/bench/api_load.py: 1,024 groups of 8 x 512 tokens with
@@ -105,6 +106,13 @@ def theirs(port: int) -> list[str]:
     package is named as ours.
     """
     return [str(public_python()), "-I", "-m", "atroposlib.cli.run_api", "--port", str(port)]
+
+
+def load_alone(clients: int) -> dict[str, float]:
+    """The load on a server that answers at once: the most that the load can measure."""
+    port = free_port()
+    command = [sys.executable, str(ROOT / "bench" / "answer_at_once.py"), str(port)]
+    return measure(command, port, ROOT, clients)
 
 
 def compare(rounds: int, clients: int) -> dict[str, list[dict[str, float]]]:
@@ -280,6 +288,10 @@ OPTIONS: Options = {
         "metavar": "N",
         "help": "instead, post and drain N groups and watch the memory",
     },
+    "--load-alone": {
+        "action": "store_true",
+        "help": "instead, put the load on a server that answers at once",
+    },
     "--out": {"type": Path, "default": ROOT / "bench" / "results" / "rollout_api_load.json"},
 }
 
@@ -299,6 +311,10 @@ def main() -> None:
     elif not LOAD.exists():
         print("skipped: ../shared/bench/api_load.py, the load that both servers get, is not there")
         return
+    elif arguments.load_alone:
+        alone = load_alone(arguments.clients)
+        print(" ".join(f"{name}={value:g}" for name, value in alone.items()))
+        results["load alone"] = {"machine": described, "measured": measured(), **alone}
     else:
         runs = compare(arguments.rounds, arguments.clients)
         name = "load"
