@@ -236,8 +236,12 @@ def _weight_files(folder: Path) -> list[Path]:
 def _compare_names(
     plan_names: list[str], where: dict[str, Any], model: Decoder, folder: Path
 ) -> None:
-    ignored = model.geometry.ignored
-    found = {name for name in where if not any(re.search(one, name) for one in ignored)}
+    ignored, planned = model.geometry.ignored, set(plan_names)
+    found = {
+        name
+        for name in where
+        if name in planned or not any(re.search(one, name) for one in ignored)
+    }
     if model.geometry.tie_word_embeddings and "lm_head.weight" in found:
         head = where["lm_head.weight"].get_tensor("lm_head.weight")
         if "model.embed_tokens.weight" in found:

@@ -169,7 +169,7 @@ def empty_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTr
     parsed = json.loads(where.read_text(encoding="utf-8"))
     kind = _class_of(parsed, where)
     try:
-        config = kind.config_class.from_dict(parsed)
+        config = kind.config_class.from_pretrained(str(folder), local_files_only=True)
         with no_init_weights(), torch.device(device):
             model: PreTrainedModel = kind._from_config(config, dtype=dtype)
     except (

@@ -65,6 +65,11 @@ class _Outputs:
 class _HandedOn(nn.Module):
     """Stands for the model below the head, and gives back the embeddings that it gets."""
 
+    @property
+    def decoder(self) -> _HandedOn:
+        """The part of the model that some classes call."""
+        return self
+
     def forward(self, *rest: Any, inputs_embeds: Tensor, **others: Any) -> _Outputs:
         return _Outputs(inputs_embeds)
 
@@ -105,8 +110,15 @@ class _Parts:
         if getattr(self.head, "bias", None) is not None:
             return None
         product = torch.tensor([[-1000.0, -10.0, -1.0, 0.5, 2.0, 1000.0]], device=device)
-        with torch.no_grad():
-            logits = self.logits(product)
+        try:
+            with torch.no_grad():
+                logits = self.logits(product)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(
+                f"transformers' {type(self._whole).__name__} makes logits in a way that cannot be "
+                f"taken apart from the rest ({reason}); use another model"
+            ) from error
         factor = float(logits[0, -1] / product[0, -1])
         return factor if torch.allclose(logits, product * factor) else None
 

@@ -188,6 +188,15 @@ def test_a_config_that_transformers_refuses_is_refused_in_one_line(tmp_path: Pat
     assert "transformers' MixtralForCausalLM refuses it" in error
 
 
+def test_logits_that_cannot_be_taken_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: object, inputs_embeds: torch.Tensor, use_cache: bool) -> None:
+        raise TypeError("it wants images")
+
+    monkeypatch.setattr(transformers.MixtralForCausalLM, "forward", forward)
+    error = refused(checkpoint("Mixtral"))
+    assert "makes logits in a way that cannot be taken apart from the rest (it wants" in error
+
+
 def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     folder = changed(tmp_path)
     tensors = load_file(folder / SINGLE_FILE)

@@ -35,6 +35,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Gemma2": _SIZES | {"head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 0.5},
     # A tied matrix, and a factor of the logits.
     "Cohere": _SIZES | {"logit_scale": 0.25, "tie_word_embeddings": True},
+    # Positions that are learned, and tensors whose names look like ignored ones.
+    "GPT2": {
+        "vocab_size": 97,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    },
     # A recurrent layer and one of attention, both with experts.
     "Qwen3Next": _SIZES
     | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
