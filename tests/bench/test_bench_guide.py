@@ -17,8 +17,6 @@ from bench.guide_commands import PARTS, legacy_figures, legacy_table, on_devices
 from tests.conftest import ROOT
 
 GUIDE = next(iter((ROOT.parent / "shared" / "seeds").glob("002*.txt")), None)
-
-
 NOT_A_COMMAND = ("#", "echo ", "sleep ", "tail -f", "pip install")
 
 

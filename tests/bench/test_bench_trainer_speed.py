@@ -30,8 +30,6 @@ from example_trainer.models.ops import reference
 from tests.forked_ranks import RANKS
 
 pytestmark = pytest.mark.nightly
-
-
 CPU = torch.device("cpu")
 
 

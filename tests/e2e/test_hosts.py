@@ -38,8 +38,6 @@ from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(300)]
-
-
 PORT = 9001
 
 
@@ -47,11 +45,7 @@ PORT = 9001
 
 
 MODEL = "Qwen/Qwen3-1.7B"
-
-
 KEY = "some-long-random-word"
-
-
 BRIDGE_SECONDS = 8.0
 
 

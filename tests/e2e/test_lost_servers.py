@@ -248,11 +248,7 @@ ENGINE_TIMEOUT = 6.0
 
 
 REASON = "vLLM's engine has not answered for 6 s (--engine-timeout)"
-
-
 LONG: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True}
-
-
 REQUESTS = 32
 
 

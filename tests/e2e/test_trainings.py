@@ -29,14 +29,8 @@ from tests.environments.standin_judge import judging
 from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(480)]
-
-
 STARTER = ROOT / "assets" / "starter_model"
-
-
 STEPS, STEPS_BEFORE = 8, 2
-
-
 NOT_TRAINED = -100
 
 
@@ -150,14 +144,10 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
 
 
 MODEL = ROOT / "assets" / "calculator_model"
-
-
 STEPS_ENVIRONMENTS_TRAINING = 2
 
 
 BATCH = 32
-
-
 GROUPS = {"code": 4, "judge": 4, "turns": 4, "calculator": 8}
 
 
@@ -259,8 +249,6 @@ def of_turns(mask: list[int], advantages: list[float]) -> list[list[float]]:
 
 
 GSM8K = ROOT.parent / "shared" / "gsm8k"
-
-
 STEPS_GSM8K_TRAINING = 3
 
 
@@ -353,8 +341,6 @@ def test_evaluate_and_three_training_steps(
 
 
 PYTHON = os.environ.get("LOCKSTEP_VERIFIERS_PYTHON", "")
-
-
 STEPS_VERIFIERS_TRAINING = 3
 
 

@@ -328,8 +328,6 @@ def memory_of(server: VllmServer) -> int:
 
 
 SCRIPT = str(ROOT / "example_trainer" / "simple_rl.py")
-
-
 STEPS = 3
 
 

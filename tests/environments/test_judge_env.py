@@ -31,8 +31,6 @@ from tests.environments.standin_judge import Judge, judging
 
 ROOT = Path(__file__).resolve().parents[2]
 JUDGE = ROOT / "environments" / "judge_server.py"
-
-
 QUESTION = Prompt("a question")
 
 

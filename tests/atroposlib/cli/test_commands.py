@@ -21,8 +21,6 @@ from tests.atroposlib.service.conftest import free_port, group
 from tests.conftest import Processes
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
 

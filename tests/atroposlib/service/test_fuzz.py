@@ -19,8 +19,6 @@ from tests.raw_fuzz import faults_in
 from tests.raw_requests import Target
 
 pytestmark = pytest.mark.nightly
-
-
 TENTHS = {
     "/scored_data": 3,
     "/scored_data_list": 1,
@@ -106,8 +104,6 @@ EVALUATION = {
 
 
 REFERENCE = {"worker": "one", "model": "m", "max_tokens": 4096, "seconds": 10}
-
-
 FULL_GROUP = group(
     weight_versions=[0] * 4,
     weight_version_spans=[[[0, 3]]] * 4,

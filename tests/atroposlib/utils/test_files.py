@@ -222,8 +222,6 @@ def read_all(file: JsonLinesFollower) -> tuple[list[dict[str, Any]], bool]:
 
 
 VALUES = st.one_of(st.none(), st.integers(-(2**53), 2**53), st.floats(), st.text(max_size=8))
-
-
 ROWS = st.lists(st.dictionaries(st.text(max_size=8), VALUES, max_size=4), max_size=20)
 
 

@@ -309,8 +309,6 @@ def test_a_websocket_whose_head_announces_a_body_is_refused(
 
 
 READ_SECONDS = 0.4
-
-
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 
 

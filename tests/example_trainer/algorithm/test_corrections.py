@@ -19,8 +19,6 @@ from example_trainer.algorithm.objective import (
 )
 
 NAN = math.nan
-
-
 KINDS: tuple[Correction, ...] = (
     "none",
     "token_truncate",

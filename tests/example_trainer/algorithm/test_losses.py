@@ -295,14 +295,8 @@ def test_the_table_says_which_bounds_a_loss_knows(name: str) -> None:
 
 
 NAN = float("nan")
-
-
 STUDENT = torch.tensor([-1.0, -0.25, -3.0, -2.0, -50.0], dtype=torch.float64)
-
-
 TEACHER = torch.tensor([-2.5, -0.75, NAN, -0.5, -1.0], dtype=torch.float64)
-
-
 RATIOS = [1.5, 0.5, 0.0, -1.5, -MAX_LOG_RATIO]
 
 

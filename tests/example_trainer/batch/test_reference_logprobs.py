@@ -32,8 +32,6 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError
 
 OPTIONAL = Rules(reference="optional")
-
-
 LOGPROBS = st.floats(max_value=0.0, min_value=float(np.finfo(np.float32).min), width=32)
 
 
@@ -253,8 +251,6 @@ def test_a_part_has_the_spans_that_it_needs_and_no_others() -> None:
 
 
 TOKENS = np.array([5, 7, 9, 7], dtype=np.int64)
-
-
 POSITIONS = np.array([1, 2, 3], dtype=np.int64)
 
 
@@ -336,8 +332,6 @@ def test_without_a_teacher_there_is_nothing() -> None:
 
 
 ONE = [[], [7], [9], [7]]
-
-
 GOOD = [[], [-1.0], [-1.0], [-1.0]]
 
 

@@ -210,8 +210,6 @@ def test_a_truncated_file_is_one_clear_line(make_checkpoint: MakeCheckpoint) -> 
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=6)
 
 

@@ -311,8 +311,6 @@ def test_readers_are_waited_for_before_anything_changes() -> None:
 
 
 CPU = torch.device("cpu")
-
-
 SHAPES = st.lists(
     st.one_of(st.tuples(st.integers(0, 70)), st.tuples(st.integers(0, 70), st.integers(1, 9))),
     min_size=1,

@@ -149,8 +149,6 @@ def test_processes_that_vllm_starts_load_it_too(
 
 
 RENDEZVOUS = importlib.import_module("torch.distributed.rendezvous")
-
-
 SOON = timedelta(seconds=60)
 
 
