@@ -192,7 +192,7 @@ class HeldController(BridgeController):
         """
         return await self._ranks.until(
             wanted, what, f"waiting for {self.state.trainer}", also, may_block=True,
-            called_off=lambda: self._calling_off.reason,
+            called_off=self._called_off,
         )  # fmt: skip
 
     @property

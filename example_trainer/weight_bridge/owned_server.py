@@ -193,26 +193,22 @@ class OwnedServer:
         """
         started = time.monotonic()
         next_log = started + _LOG_EVERY_SECONDS
-        while (missing := self._missing()) is not None:
+        process, missing = self._process, self._client.missing
+        assert process is not None, "start it first"
+        while reason := missing("/health") or missing("/v1/models"):
             self.require_alive()
             waited = time.monotonic() - started
             if waited > self._start_timeout:
                 raise BridgeError(
-                    f"the vLLM server did not answer at {self.url} within {self._start_timeout:g} s ({missing}); look at "
-                    f"{self._log_path}, which ends with: {' | '.join(self._tail())}; or raise --vllm-start-timeout"
+                    f"the vLLM server did not answer at {self.url} within {self._start_timeout:g} s ({reason}); look at "
+                    f"{self._log_path}, which ends with: {' | '.join(process.tail(3))}; or raise --vllm-start-timeout"
                 )
             if time.monotonic() > next_log:
-                logger.info("[Bridge] Waiting for the vLLM server for %.0f s (%s)", waited, missing)
+                logger.info("[Bridge] Waiting for the vLLM server for %.0f s (%s)", waited, reason)
                 next_log += _LOG_EVERY_SECONDS
             pause(_POLL_SECONDS)
         self.require_alive()
         return time.monotonic() - started
-
-    def _missing(self) -> str | None:
-        return self._client.missing("/health") or self._client.missing("/v1/models")
-
-    def _tail(self) -> list[str]:
-        return self._process.tail(3) if self._process else []
 
     def died(self) -> ServerDied | None:
         """Why a server that was started and not stopped no longer runs; None while it runs."""

@@ -60,7 +60,8 @@ class ServerRecord:
         now = process_here(self.guard.pid)
         if now.started not in (0, self.guard.started):
             return []
-        session = [pid for pid in _living() if _session(pid) == self.guard.pid]
+        running = [int(entry) for entry in os.listdir(_PROC) if entry.isdigit()]
+        session = [pid for pid in running if _session(pid) == self.guard.pid]
         return sorted({*session, *(child for pid in session for child in descendants(pid))})
 
 
@@ -185,10 +186,6 @@ def _until(done: Callable[[], bool], seconds: float, pause: Callable[[float], No
             return False
         pause(_POLL_SECONDS)
     return True
-
-
-def _living() -> list[int]:
-    return [int(entry) for entry in os.listdir(_PROC) if entry.isdigit()]
 
 
 def _session(pid: int) -> int | None:

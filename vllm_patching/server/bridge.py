@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,31 +50,6 @@ from vllm_patching.server.timeline import ServerTimeline
 from vllm_patching.server.turns import NO_TURNS, Turns
 
 logger = logging.getLogger("vllm.lockstep.bridge")
-
-
-class CallingOff:
-    """Reasons to end a wait for the workers. A call that waits for workers holds the lock, so the
-    next call leaves its reason here.
-    """
-
-    def __init__(self) -> None:
-        self._reasons: list[str] = []
-
-    @contextmanager
-    def by(self, reason: str) -> Iterator[None]:
-        """End all waits within the block. An empty reason ends none."""
-        if reason:
-            self._reasons.append(reason)
-        try:
-            yield
-        finally:
-            if reason:
-                self._reasons.remove(reason)
-
-    @property
-    def reason(self) -> str:
-        """Return the reason to end a wait; empty if there is none."""
-        return next(iter(self._reasons), "")
 
 
 FIRST_STEP_SECONDS = 10.0
@@ -503,7 +478,7 @@ class BridgeController:
         self._rank_bytes = 0
         self._replicas = 1
         self._cohort = ""
-        self._calling_off = CallingOff()
+        self._reasons_to_end_waits: list[str] = []
         self._lock = asyncio.Lock()
         self._clock = UpdateClock(timeout)
         self._writers = self._unseen = tuple[Writer, ...]()
@@ -905,7 +880,7 @@ class BridgeController:
         """
         self._or_conflict(lambda: self.state.check_epoch(epoch))
         self.state.put_in_quarantine(reason)
-        with self._calling_off.by(f"quarantine: {reason}"):
+        with self._call_off(epoch, f"quarantine: {reason}"):
             async with self._lock:
                 # What had the lock may have been the end of an update, or the next trainer that
                 # joins.
@@ -919,11 +894,24 @@ class BridgeController:
 
     # -- what the arrows are made of
 
-    def _call_off(self, epoch: int, reason: str) -> AbstractContextManager[None]:
-        """Break off waits in the block, for the trainer of this epoch alone."""
+    @contextmanager
+    def _call_off(self, epoch: int, reason: str) -> Iterator[None]:
+        """End all waits for workers within the block, for the trainer of this epoch alone.
+
+        A call that waits for workers holds the lock, so the next call leaves its reason here.
+        """
         if epoch != self.state.epoch:
-            return nullcontext()
-        return self._calling_off.by(reason)
+            yield
+            return
+        self._reasons_to_end_waits.append(reason)
+        try:
+            yield
+        finally:
+            self._reasons_to_end_waits.remove(reason)
+
+    def _called_off(self) -> str:
+        """Return the reason to end a wait; empty if there is none."""
+        return next(iter(self._reasons_to_end_waits), "")
 
     async def _pause_engine(self) -> None:
         self._switch.hold_outputs(self.timeout)
@@ -993,7 +981,7 @@ class BridgeController:
             waiting,
             also,
             may_block=self._switch.paused,
-            called_off=lambda: self._calling_off.reason,
+            called_off=self._called_off,
         )
 
     def _or_conflict(self, step: Callable[[], Any]) -> Any:

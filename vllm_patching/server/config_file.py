@@ -171,18 +171,17 @@ class ConfigFile:
             left.trainer for path in mine if (left := found[path]) is not None and left.trainer
         ]
         self._awaited_trainer = trainers[0] if trainers else ""
-        self.awaited = self._reason() if trainers else ""
+        self.awaited = ""
+        if trainers:
+            self.awaited = (
+                f"the server before this one was serving {self._awaited_trainer}, which may still be training: waiting for its "
+                f"weights. If it is not coming back, delete {self.path} and start this server again to serve the checkpoint's"
+            )
         if self.path != documented:
             logger.info("[Bridge] %s is another server's; this one's is %s", documented, self.path)
         for path in mine:
             if path != self.path:
                 path.unlink()
-
-    def _reason(self) -> str:
-        return (
-            f"the server before this one was serving {self._awaited_trainer}, which may still be training: waiting for its "
-            f"weights. If it is not coming back, delete {self.path} and start this server again to serve the checkpoint's"
-        )
 
     def _is_mine(self) -> bool:
         if self._descriptor is None:

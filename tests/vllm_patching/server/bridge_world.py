@@ -415,7 +415,7 @@ class World:
                 "pause" in commands
                 or in_flight
                 or switch.state is EngineState.UNKNOWN
-                or self.server._calling_off.reason
+                or self.server._called_off()
             )
             assert self.core.paused or self.core.dead or trying, "unhealthy, and it goes on"
         if (
