@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -49,6 +49,7 @@ from atroposlib.wire import (
     GROUP_FIELDS,
     LARGEST_FLOAT32,
     LARGEST_ID,
+    LARGEST_INTEGER,
     LEAST_FLOAT32,
     NEUTRAL,
     NUMBERS,
@@ -101,12 +102,14 @@ def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
         InvalidRequestError: says which field, at which index, with which value, is wrong.
     """
     adapter = _many if many else _one
-    exact = True
     try:  # by the JSON reader that trainers have
         parsed = adapter.validate_python(orjson.loads(body), strict=True)
+        exact = not any(_may_be_integer(value) for value in _free_values(parsed, many))
     except (orjson.JSONDecodeError, ValidationError):
+        exact = False
+    if not exact:
         try:  # "7" and 7.0 are taken for 7, as they always were on this wire
-            parsed, exact = adapter.validate_json(body), False
+            parsed = adapter.validate_json(body)
         except ValidationError as error:
             raise refused(error) from None
     if not many:
@@ -120,6 +123,24 @@ def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
         _clear_empty(group)
         check_group(group, [index])
     return [_validated(group, _dump(group)) for group in parsed]
+
+
+def _free_values(parsed: Any, many: bool) -> Iterator[Any]:
+    """Yield the fields of free form."""
+    for group in parsed if many else [parsed]:
+        yield from (value for name, value in group.items() if name not in NUMBERS)
+
+
+def _may_be_integer(value: Any) -> bool:
+    """Return True if a float in `value` may have been an integer above 64 bits in the body.
+
+    orjson makes a float of such an integer, which loses digits.
+    """
+    if isinstance(value, list):
+        return any(map(_may_be_integer, value))
+    if isinstance(value, dict):
+        return any(map(_may_be_integer, value.values()))
+    return isinstance(value, float) and abs(value) > LARGEST_INTEGER / 2
 
 
 def _clear_empty(group: dict[str, Any]) -> bool:
