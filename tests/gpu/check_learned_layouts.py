@@ -42,6 +42,12 @@ LARGER = {
 """Sizes that the GPU's kernels take."""
 PROMPT = [72, 101, 108, 108, 111]
 TOLERANCE = 1e-3
+ENVIRONMENT = {
+    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 EXTENSION = "vllm_patching.worker.extension.LockstepWorkerExtension"
 
 
@@ -89,6 +95,7 @@ def update(worker: Any, folder: str) -> str:
 
 def one(name: str) -> int:
     """Try one architecture in this process."""
+    os.environ.update(ENVIRONMENT)
     from vllm import LLM
 
     options = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 256}
@@ -115,18 +122,10 @@ def main() -> int:
     names = sys.argv[1:] or [name for name in CONFIGS if name not in ("Qwen3", "Llama")]
     if len(names) == 1:
         return one(names[0])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
     failed = []
     for name in names:
         done = subprocess.run(
             [sys.executable, __file__, name],
-            env=environment,
             capture_output=True,
             text=True,
             check=False,
