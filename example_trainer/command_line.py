@@ -130,18 +130,18 @@ def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dic
         ConfigError: an unknown flag; the nearest that there is is given.
         SystemExit: --help was given.
     """
-    given, unknown = parser.parse_known_args(arguments)
+    flags, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].split("=")[0]
         kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
-        known = [
+        options = [
             option
             for action in parser._actions
             for option in action.option_strings
             if option.startswith("--")
         ]
-        raise ConfigError(f"{kind} {flag}{_nearest(flag, known)}")
-    return vars(given)
+        raise ConfigError(f"{kind} {flag}{_nearest(flag, options)}")
+    return vars(flags)
 
 
 def checked_config(

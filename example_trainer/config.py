@@ -373,10 +373,10 @@ class AlgorithmOptions(Section):
             "dual_clip",
             "kl_in",
         )
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        choices = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.clip_eps_high is not None or self.clip_eps is not None:
-            given["clip_eps_high"] = self.clip_eps_high
-        return replace(own, **given)
+            choices["clip_eps_high"] = self.clip_eps_high
+        return replace(own, **choices)
 
     @property
     def clip_high(self) -> float:
@@ -391,10 +391,10 @@ class AlgorithmOptions(Section):
         method = self.method
         if not is_import(method.advantages):
             built_in("--advantages", method.advantages, ADVANTAGES)
-        known = BOUNDS.get(method.loss, ("clip_eps", "clip_eps_high", "dual_clip"))
+        bounds = BOUNDS.get(method.loss, ("clip_eps", "clip_eps_high", "dual_clip"))
         for name in ("clip_eps", "clip_eps_high", "dual_clip"):
-            if getattr(self, name) is not None and name not in known:
-                has = " and ".join(map(flag_of, known)) or "no bounds"
+            if getattr(self, name) is not None and name not in bounds:
+                has = " and ".join(map(flag_of, bounds)) or "no bounds"
                 raise ValueError(
                     f"{flag_of(name)} has no part in --loss {self.loss}, which has {has}; leave it out"
                 )
@@ -972,12 +972,12 @@ class TrainerConfig(
     @property
     def needs_zero_advantages(self) -> str | None:
         """The options that learn from sequences whose advantages are all 0; None if there are none."""
-        given = [
+        flags = [
             flag_of(name)
             for name in ("kl_coef", "entropy_coef", "distill_coef")
             if getattr(self, name)
         ]
-        return " and ".join(given) or (
+        return " and ".join(flags) or (
             f"--loss {self.loss}" if is_import(self.method.loss) else None
         )
 

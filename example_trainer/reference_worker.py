@@ -184,15 +184,17 @@ class Worker:
 
     def _answer(self, group: Mapping[str, Any], settings: ReferenceSettings) -> None:
         """Score a group and hand it back. A signal does not end this: the work would be lost."""
-        told: dict[str, Any] = {"id": group["id"]}
+        result: dict[str, Any] = {"id": group["id"]}
         try:
-            told["ref_logprobs"] = self._rows(group, settings)
+            result["ref_logprobs"] = self._rows(group, settings)
         except GroupError as error:
             logger.warning("Nothing can be computed for group %d: %s", group["id"], error)
-            told["unusable"] = str(error)[:1000]
+            result["unusable"] = str(error)[:1000]
         self.groups += 1
         self.tokens += _tokens_of(group)
-        answer = self.service.last_call("/reference/done", {"worker": self.name, "groups": [told]})
+        answer = self.service.last_call(
+            "/reference/done", {"worker": self.name, "groups": [result]}
+        )
         for refused in answer.get("refused") or ():
             logger.warning(
                 "The rollout service does not take group %s: %s",

@@ -317,14 +317,18 @@ def _age_names() -> list[str]:
 
 def _percentiles(histogram: list[float]) -> dict[str, float | None]:
     """The largest ratio and PERCENTILES of the counted ratios, each the middle of its class."""
-    wanted = [(f"ratio_p{percent:02d}", percent) for percent in PERCENTILES] + [("ratio_max", 100)]
-    found: dict[str, float | None] = dict.fromkeys(name for name, _ in wanted)
+    ranks_at = [(f"ratio_p{percent:02d}", percent) for percent in PERCENTILES] + [
+        ("ratio_max", 100)
+    ]
+    ratios: dict[str, float | None] = dict.fromkeys(name for name, _ in ranks_at)
     count, seen = sum(histogram), 0.0
     for place, tokens in enumerate(histogram):
         seen += tokens
-        while wanted and tokens and 100 * seen >= wanted[0][1] * count:
-            found[wanted.pop(0)[0]] = math.exp(_FINEST * math.sinh((place - _LAST_CLASS) * _STEP))
-    return found
+        while ranks_at and tokens and 100 * seen >= ranks_at[0][1] * count:
+            ratios[ranks_at.pop(0)[0]] = math.exp(
+                _FINEST * math.sinh((place - _LAST_CLASS) * _STEP)
+            )
+    return ratios
 
 
 # Weights that make up for a sampler that is not the trainer: other kernels, other precision, or

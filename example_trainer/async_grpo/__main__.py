@@ -36,23 +36,27 @@ logger = logging.getLogger("example_trainer.async_grpo")
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         prog="python -m example_trainer.async_grpo",
         description="Start generators with their environments, reference workers, parameter servers, the rollout service and "
         "the trainer, on this machine or on the Ray cluster in RAY_ADDRESS, and end with the training. The same command again "
         "goes on where a run was.",
         allow_abbrev=False,
     )
-    made.add_argument(
+    command_line.add_argument(
         "--config",
         type=Path,
         required=True,
         metavar="FILE",
         help="YAML file: docs/async.md tells its sections",
     )
-    made.add_argument("--folder", type=Path, help="the run's folder, instead of logging.folder")
-    made.add_argument("--steps", type=int, help="optimizer steps, instead of orchestration.steps")
-    return made
+    command_line.add_argument(
+        "--folder", type=Path, help="the run's folder, instead of logging.folder"
+    )
+    command_line.add_argument(
+        "--steps", type=int, help="optimizer steps, instead of orchestration.steps"
+    )
+    return command_line
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
@@ -65,8 +69,8 @@ def settings_of(given: argparse.Namespace) -> Settings:
     if given.steps is not None:
         if given.steps < 1:
             raise ConfigError(f"--steps {given.steps}: give 1 or more")
-        asked = settings.orchestration.model_copy(update={"steps": given.steps})
-        settings = settings.model_copy(update={"orchestration": asked})
+        orchestration = settings.orchestration.model_copy(update={"steps": given.steps})
+        settings = settings.model_copy(update={"orchestration": orchestration})
     return settings
 
 

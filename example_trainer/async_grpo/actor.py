@@ -235,13 +235,13 @@ def writers(log: Path) -> tuple[int, ...]:
     """Processes of this machine whose output is a log: the guard of a role, until the last that it
     looks after has ended, and what is left where a guard was killed. Whoever reads the log is none
     of them."""
-    name, found = str(log.resolve()), []
+    name, pids = str(log.resolve()), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
                 if os.readlink(f"/proc/{entry}/fd/1") == name:
-                    found.append(int(entry))
-    return tuple(sorted(found))
+                    pids.append(int(entry))
+    return tuple(sorted(pids))
 
 
 class RoleProcess:
@@ -269,8 +269,8 @@ class RoleProcess:
             problems.append(
                 f"it has Ray {has}, and the driver has {needs.ray}: install that release there"
             )
-        if needs.model and (found := model_problem(needs.model)):
-            problems.append(found)
+        if needs.model and (trouble := model_problem(needs.model)):
+            problems.append(trouble)
         if needs.environment:
             file = ROOT / environment_file(needs.environment)
             if not file.is_file():

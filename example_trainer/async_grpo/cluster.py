@@ -277,7 +277,9 @@ class RayCluster:
 
     def host(self, node: str) -> str:
         """See Cluster."""
-        addresses = {found["NodeID"]: str(found["NodeManagerAddress"]) for found in self._alive()}
+        addresses = {
+            node_row["NodeID"]: str(node_row["NodeManagerAddress"]) for node_row in self._alive()
+        }
         # Once there were several it is never one machine again: those that are lost come back, and
         # must reach who stayed.
         self._one_machine = self._one_machine and set(addresses.values()) <= {self._here}
@@ -289,7 +291,7 @@ class RayCluster:
 
     def lives(self, node: str) -> bool:
         """See Cluster."""
-        return any(found["NodeID"] == node for found in self._alive())
+        return any(node_row["NodeID"] == node for node_row in self._alive())
 
     def reserve(self, demand: Demand) -> None:
         """See Cluster."""

@@ -146,9 +146,12 @@ class Driver:
     ) -> None:
         self._settings, self._cluster, self._fleet, self._check = settings, cluster, fleet, check
         self._silences, self._clock, self._sleep = silences, clock, sleep
-        asked = settings.orchestration
+        orchestration = settings.orchestration
         policy = Policy(
-            asked.proven_seconds, asked.restarts, asked.restart_delay, asked.steady_seconds
+            orchestration.proven_seconds,
+            orchestration.restarts,
+            orchestration.restart_delay,
+            orchestration.steady_seconds,
         )
         self.keepers = {role.name: Keeper(role, policy) for role in roles_of(settings)}
         self._commands = commands or Commands(settings, keys)
@@ -223,8 +226,8 @@ class Driver:
             places = [
                 keeper.place for keeper in self.keepers.values() if keeper.role.kind == "generator"
             ]
-            known = [place.url for place in places if place is not None]
-            self._fleet.tell(service.place, known if len(known) == len(places) else None)
+            urls = [place.url for place in places if place is not None]
+            self._fleet.tell(service.place, urls if len(urls) == len(places) else None)
 
     # ---- one role
     # ----------------------------------------------------------------------------------------------------
@@ -262,8 +265,8 @@ class Driver:
         needed = role.needs
         if not keeper.lives:
             needed += role.wants
-        known = all(self.keepers[name].place is not None for name in role.knows)
-        return known and all(self.keepers[name].state is State.UP for name in needed)
+        has_addresses = all(self.keepers[name].place is not None for name in role.knows)
+        return has_addresses and all(self.keepers[name].state is State.UP for name in needed)
 
     def _sit_down(self, keeper: Keeper, now: float) -> None:
         role = keeper.role

@@ -41,11 +41,11 @@ class Demand:
     @property
     def total(self) -> dict[str, float]:
         """The sum over the bundles."""
-        found: dict[str, float] = {}
+        amounts_of: dict[str, float] = {}
         for bundle in self.bundles.values():
             for resource, amount in bundle.items():
-                found[resource] = found.get(resource, 0.0) + amount
-        return found
+                amounts_of[resource] = amounts_of.get(resource, 0.0) + amount
+        return amounts_of
 
 
 @dataclass
@@ -104,7 +104,7 @@ def assign(demands: Sequence[Demand], nodes: Sequence[Node]) -> tuple[dict[str, 
         this shows whether all fit.
     """
     free = {node.name: dict(node.free) for node in nodes}
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     left: list[Demand] = []
     for demand in hardest_first(demands):
         total = demand.total
@@ -115,8 +115,8 @@ def assign(demands: Sequence[Demand], nodes: Sequence[Node]) -> tuple[dict[str, 
         best = min(room, key=lambda name: (free[name].get("GPU", 0.0), free[name].get("CPU", 0.0)))
         for resource, amount in total.items():
             free[best][resource] = free[best].get(resource, 0.0) - amount
-        found[demand.name] = best
-    return found, left
+        places[demand.name] = best
+    return places, left
 
 
 def refusal(demands: Sequence[Demand], nodes: Sequence[Node]) -> str | None:
@@ -132,12 +132,14 @@ def refusal(demands: Sequence[Demand], nodes: Sequence[Node]) -> str | None:
     for demand in demands:
         for resource, amount in demand.total.items():
             whole[resource] = whole.get(resource, 0.0) + amount
-    asked = " with ".join(f"{role} ({amounts(bundle)})" for role, bundle in first.bundles.items())
+    requests = " with ".join(
+        f"{role} ({amounts(bundle)})" for role, bundle in first.bundles.items()
+    )
     beside = ""
     if placed:
         beside = f", after {len(placed)} of {len(demands)} groups have their places"
     return (
-        f"the cluster cannot place {first.name}: it asks {amounts(first.total)} on one node{beside}: {asked}; "
+        f"the cluster cannot place {first.name}: it asks {amounts(first.total)} on one node{beside}: {requests}; "
         f"the cluster: {there}; the run as a whole asks {amounts(whole)}: add nodes, or lower orchestration's numbers or …_cpus"
     )
 
@@ -311,41 +313,41 @@ class Commands:
             places: role → where it is, of this role and of all that it needs.
             first: nothing of this run has been started in this place before.
         """
-        made: dict[str, Any] = getattr(self, "_" + role.kind.replace("-", "_"))(role, places)
+        parts: dict[str, Any] = getattr(self, "_" + role.kind.replace("-", "_"))(role, places)
         variables: dict[str, str | None] = {
             **self._variables(role, places),
             "LOCKSTEP_PROCESS": role.name,
             **dict.fromkeys(("ROLLOUT_API_KEY", "VLLM_API_KEY")),
             **{name: self._keys[name] for name in NEEDED_KEYS[role.kind]},
-            **made.get("variables", {}),
+            **parts.get("variables", {}),
         }
         stale: tuple[str, ...] = ()
         if first and role.kind == "generator":
             stale = (f"{role.name}/vllm_bridge_config*.json",)
-        return Launch(tuple(made["arguments"]), variables, made.get("files", {}), stale)
+        return Launch(tuple(parts["arguments"]), variables, parts.get("files", {}), stale)
 
     def _variables(self, role: Role, places: Mapping[str, Address]) -> dict[str, str | None]:
         computes = role.kind in ("generator", "reference", "trainer", "parameter-server")
         gpus = places[role.name].gpus
         if role.kind == "trainer" and self._settings.shares_gpus:
             gpus = places["generator-1"].gpus
-        found: dict[str, str | None] = {
+        variables: dict[str, str | None] = {
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             "VLLM_NO_USAGE_STATS": "1",
         }
         if computes and gpus:
-            found["OMP_NUM_THREADS"] = None  # Ray sets it by the CPUs that were asked for
+            variables["OMP_NUM_THREADS"] = None  # Ray sets it by the CPUs that were asked for
         else:
             asked, threads = self._settings.orchestration, 1
             ranks = {"trainer": asked.trainer_ranks}.get(role.kind, 1)
             if computes and not asked.exact_resume:
                 threads = math.ceil(role.resources.get("CPU", 1.0) / ranks) or 1
-            found["OMP_NUM_THREADS"] = str(threads)
+            variables["OMP_NUM_THREADS"] = str(threads)
             # A thread that waits must not keep others from the cores.
-            found["OMP_WAIT_POLICY"] = "passive"
+            variables["OMP_WAIT_POLICY"] = "passive"
         if self._settings.logging.timeline:
-            found["LOCKSTEP_TIMELINE"] = str(self._settings.folder / "logs")
-        return found
+            variables["LOCKSTEP_TIMELINE"] = str(self._settings.folder / "logs")
+        return variables
 
     def _service(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         here = places[role.name]

@@ -137,10 +137,10 @@ class EvaluationFeed:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._answered >= self._asked, seconds)
-        found = []
+        arrived = []
         while not self._arrived.empty():
-            found.append(self._arrived.get())
-        return found
+            arrived.append(self._arrived.get())
+        return arrived
 
     def close(self) -> None:
         """End the thread and the connection."""
@@ -158,10 +158,10 @@ class EvaluationFeed:
                     self._changed.wait(_CLOSE_SECONDS)
                 if self._over:
                     return
-                asked = self._asked
+                number = self._asked
             self._read()
             with self._changed:
-                self._answered = asked
+                self._answered = number
                 self._changed.notify_all()
 
     def _read(self) -> bool:
@@ -187,14 +187,14 @@ class EvaluationFeed:
             return None
         response.raise_for_status()
         entries = list(orjson.loads(response.content)["evaluations"])
-        told = set()
+        keys = set()
         for entry in entries:
             try:
                 evaluation = Evaluation.parse(entry)
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 self._warn("entry", f"this is none: {entry}")
                 continue
-            told.add(evaluation.key)
+            keys.add(evaluation.key)
             self._last = evaluation.key
             if (
                 evaluation.key not in self._seen
@@ -202,7 +202,7 @@ class EvaluationFeed:
             ):
                 self._seen.add(evaluation.key)
                 self._arrived.put(evaluation)
-        return told
+        return keys
 
     def _warn(self, kind: str, reason: str) -> None:
         if kind not in self._told:

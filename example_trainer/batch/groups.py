@@ -120,12 +120,12 @@ def teacher_logprobs(
         for name in ("distill_token_ids", "distill_logprobs")
     )
     trained, places = tokens[positions].tolist(), positions.tolist()
-    told = _of_first_entries(
+    fast = _of_first_entries(
         list(map(ids.__getitem__, places)), list(map(logprobs.__getitem__, places)), trained
     )
-    if told is not None:
-        return told
-    found = np.full(len(positions), np.nan, dtype=np.float32)
+    if fast is not None:
+        return fast
+    values = np.full(len(positions), np.nan, dtype=np.float32)
     for n, (position, token) in enumerate(zip(places, trained, strict=True)):
         where, candidates, scores = f"[{sequence}][{position}]", ids[position], logprobs[position]
         if not isinstance(candidates, list) or not isinstance(scores, list):
@@ -145,8 +145,8 @@ def teacher_logprobs(
             raise GroupError(
                 f"distill_logprobs{where} holds {score!r:.40} for token {token}, which is no logprob"
             )
-        found[n] = score
-    return found
+        values[n] = score
+    return values
 
 
 def _of_first_entries(
@@ -496,20 +496,20 @@ def _number(span: Mapping[str, Any], name: str, where: str) -> float | None:
 def _require_usable(temperature: float | None, sequence: int, rules: SamplingRules) -> None:
     if temperature is None or temperature == 1.0:
         return
-    told = f"sequence {sequence} was sampled at temperature {temperature:g}"
+    what = f"sequence {sequence} was sampled at temperature {temperature:g}"
     if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
         how = ", greedily" if 0 <= temperature < LEAST_TEMPERATURE else ""
         raise GroupError(
-            f"{told}{how}, which is no distribution to learn from: let the environment sample training data at a temperature "
+            f"{what}{how}, which is no distribution to learn from: let the environment sample training data at a temperature "
             f"of at least {LEAST_TEMPERATURE:g}, and send no evaluations"
         )
     if rules.deterministic:
         raise GroupError(
-            f"{told}, and --deterministic computes at 1 alone: let the environment sample at temperature 1"
+            f"{what}, and --deterministic computes at 1 alone: let the environment sample at temperature 1"
         )
     if rules.servers.raw:
         raise GroupError(
-            f"{told}, but the logprobs of {rules.servers.raw[0]} are those before any temperature (raw_logprobs), so that "
+            f"{what}, but the logprobs of {rules.servers.raw[0]} are those before any temperature (raw_logprobs), so that "
             "training would go in a wrong direction: start the server with --logprobs-mode processed_logprobs, or let the "
             "environment sample at temperature 1"
         )

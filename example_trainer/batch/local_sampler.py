@@ -103,8 +103,8 @@ class Sampler:
             return list(pool.map(answered, problems))
 
     def _group(self, problem: Problem, seed: int) -> dict[str, Any]:
-        wanted = {"n": self._group_size, "temperature": self._temperature, "seed": seed}
-        prompt, opened, answer = self._ask(problem, wanted)
+        sampling = {"n": self._group_size, "temperature": self._temperature, "seed": seed}
+        prompt, opened, answer = self._ask(problem, sampling)
         sampled, logprobs = answer["token_ids"], answer["token_logprobs"]
         return {
             "tokens": [prompt + tokens for tokens in sampled],

@@ -317,10 +317,10 @@ def divide(rollouts: Sequence[tuple[int, bytes]], count: int) -> list[list[int]]
         row = [number for group in groups for number in group]
         bounds = [len(row) * part // count for part in range(count + 1)]
         return [sorted(row[begin:end]) for begin, end in pairwise(bounds)]
-    found: list[list[int]] = [[] for _ in range(count)]
+    minibatches: list[list[int]] = [[] for _ in range(count)]
     for group in groups:  # the largest first, to where there are fewest
-        min(found, key=len).extend(group)
-    return [sorted(numbers) for numbers in found]
+        min(minibatches, key=len).extend(group)
+    return [sorted(numbers) for numbers in minibatches]
 
 
 PAIRS_PER_TOKEN = 1 << 14

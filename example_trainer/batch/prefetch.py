@@ -277,10 +277,10 @@ class DeviceCopies:
                     one.device_tensors()
                 return replace(prepared, minibatches=there, copied=self._stream.record_event())
         except torch.OutOfMemoryError as error:
-            told = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
             return replace(
                 prepared,
-                error=OutOfMemoryError(f"no room on {self._device} for a batch's tokens: {told}"),
+                error=OutOfMemoryError(f"no room on {self._device} for a batch's tokens: {reason}"),
             )
 
     def handed_over(self, minibatches: Minibatches) -> Minibatches:
@@ -501,7 +501,7 @@ class Batches:
         self._preparing.want(version)
         try:
             while (
-                told := self._ranks.on_main(
+                shared := self._ranks.on_main(
                     "waiting for a batch", lambda: self._wait(version, upkeep), self._longest_batch
                 )
             ) is None:
@@ -522,7 +522,7 @@ class Batches:
             self._taken, packed=None, minibatches=()
         )  # of what is trained on now, only the name is needed
         return ReadyBatch(
-            minibatches, BatchFigures(**told["figures"]), self._taken.lease, told["queue_size"]
+            minibatches, BatchFigures(**shared["figures"]), self._taken.lease, shared["queue_size"]
         )
 
     def _wait(self, version: int, upkeep: Upkeep | None) -> dict[str, Any] | None:
@@ -585,15 +585,15 @@ class Batches:
                 return Prepared()
             return self._copies.begin(Prepared(), received)
         fetched = self._client.next_batch(self._preparing.waited)
-        made = Prepared(fetched.lease, fetched.queue_size)
+        prepared = Prepared(fetched.lease, fetched.queue_size)
         self._fetched = fetched.lease
         try:
             packed = self._reader.read(fetched.groups, version, fetched.environments, fetched.uses)
         except BatchError as error:
             self._channel.send([])
-            return replace(made, error=error)
+            return replace(prepared, error=error)
         return self._copies.begin(
-            replace(made, packed=packed), self._channel.send(packed.minibatches)
+            replace(prepared, packed=packed), self._channel.send(packed.minibatches)
         )
 
     def close(self) -> None:

@@ -60,9 +60,9 @@ def safe_names(ids: Iterable[int], names: Mapping[str, Any]) -> dict[int, str]:
     safe: dict[str, str] = {}
     for name in sorted(set(said.values())):
         plain, count = safe_name(name), 1
-        while (found := plain if count == 1 else f"{plain}_{count}") in safe.values():
+        while (candidate := plain if count == 1 else f"{plain}_{count}") in safe.values():
             count += 1
-        safe[name] = found
+        safe[name] = candidate
     return {number: safe[name] for number, name in said.items()}
 
 
@@ -215,12 +215,12 @@ def _means(
 ) -> dict[str, float]:
     """The mean of a figure over each environment's rollouts, without those for which it is None."""
     names = safe_names({s.env_id for s in batch.sequences if s.env_id is not None}, environments)
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for sequence in batch.sequences:
         value = figure(sequence)
         if sequence.env_id is not None and value is not None:
-            found.setdefault(names[sequence.env_id], []).append(float(value))
-    return {name: float(np.mean(of_name)) for name, of_name in found.items()}
+            by_name.setdefault(names[sequence.env_id], []).append(float(value))
+    return {name: float(np.mean(of_name)) for name, of_name in by_name.items()}
 
 
 logger = logging.getLogger(__name__)

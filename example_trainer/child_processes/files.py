@@ -33,12 +33,12 @@ def open_own_folder(folder: Path) -> int:
     except OSError as error:
         reason = "it is a link" if folder.is_symlink() else error.strerror
         raise OSError(error.errno, f"{reason}; {remedy}", str(folder)) from error
-    found = os.fstat(directory)
-    if found.st_uid != os.geteuid():
+    status = os.fstat(directory)
+    if status.st_uid != os.geteuid():
         os.close(directory)
-        reason = f"it belongs to user {found.st_uid} and not to {os.geteuid()}"
+        reason = f"it belongs to user {status.st_uid} and not to {os.geteuid()}"
         raise OSError(errno.EPERM, f"{reason}; {remedy}", str(folder))
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         os.fchmod(directory, 0o700)
     return directory
 

@@ -60,7 +60,7 @@ def prctl(option: int, value: int) -> None:
 
 def parents() -> dict[int, int]:
     """The parent of every living process on this machine, by process id; zombies left out."""
-    found: dict[int, int] = {}
+    parent_of: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -72,8 +72,8 @@ def parents() -> dict[int, int]:
         # brackets.
         state, parent = stat.rpartition(")")[2].split()[:2]
         if state not in ("Z", "X"):
-            found[int(entry)] = int(parent)
-    return found
+            parent_of[int(entry)] = int(parent)
+    return parent_of
 
 
 def descendants(root: int) -> list[int]:
@@ -81,12 +81,12 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for pid, parent in parents().items():
         children.setdefault(parent, []).append(pid)
-    found: list[int] = []
+    below: list[int] = []
     level = [root]
     while level:
         level = [child for pid in level for child in children.get(pid, [])]
-        found += level
-    return found
+        below += level
+    return below
 
 
 def send(pid: int, number: signal.Signals) -> None:

@@ -83,8 +83,8 @@ class PortReservations:
             raise ProcessError(
                 f"cannot reserve port {port} with {path}: {error.strerror}"
             ) from error
-        found = os.fstat(lock)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        status = os.fstat(lock)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             os.close(lock)
             raise ProcessError(f"{path} is not a regular file of user {os.geteuid()}: remove it")
         return lock

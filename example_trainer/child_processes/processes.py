@@ -89,11 +89,11 @@ def first_error(
         size: bytes at its end that are read at most, a megabyte.
     """
     for line in tail(path, lines=sys.maxsize, columns=columns, size=size):
-        found = ERROR_LINE.search(line)
+        match = ERROR_LINE.search(line)
         if (
-            found and "ulimit -n" not in line
+            match and "ulimit -n" not in line
         ):  # vLLM's advice at every start, which quotes an error that did not happen
-            line = line[max(0, found.start()) :].strip().lstrip("] ")
+            line = line[max(0, match.start()) :].strip().lstrip("] ")
             if line not in since_last:
                 return line
             break

@@ -47,12 +47,12 @@ def degrees(words: Sequence[str]) -> Degrees:
     Raises:
         ValueError: a degree is not a number above 0.
     """
-    found: list[int | None] = []
+    counts: list[int | None] = []
     for names in (("--tensor-parallel-size", "-tp"), ("--data-parallel-size", "-dp")):
         value = flag_value(words, *names)
         if value is not None and (not value.isdigit() or int(value) < 1):
             raise ValueError(
                 f"{' or '.join(names)} is {value or 'nothing'!r}: give the number of GPUs"
             )
-        found.append(None if value is None else int(value))
-    return Degrees(found[0], found[1] or 1)
+        counts.append(None if value is None else int(value))
+    return Degrees(counts[0], counts[1] or 1)

@@ -148,17 +148,17 @@ class StepFigures:
 
 def read_step_line(line: str) -> StepFigures | None:
     """Read a line of the trainer's log; None if it is not the line of a step."""
-    found = _LINE.search(line)
-    if found is None:
+    match = _LINE.search(line)
+    if match is None:
         return None
-    success = found["success"]
+    success = match["success"]
     return StepFigures(
-        int(found["step"]),
-        int(found["steps"]),
-        float(found["reward"]),
+        int(match["step"]),
+        int(match["steps"]),
+        float(match["reward"]),
         None if success is None else float(success),
-        float(found["rate"]),
-        found["age"],
+        float(match["rate"]),
+        match["age"],
     )
 
 
@@ -357,11 +357,11 @@ class _Background:
                 self._hand_over(row)
             except Exception as error:  # noqa: BLE001 - whatever another library raises; the run goes on without its view
                 self._failure = error
-                told = " ".join(str(error).split())
+                reason = " ".join(str(error).split())
                 logger.error(
                     "No more rows for TensorBoard and W&B, metrics.jsonl only: %s: %s",
                     type(error).__name__,
-                    told,
+                    reason,
                 )
                 return
 
@@ -404,10 +404,10 @@ class _Background:
                 getattr(other, finish)()
             except Exception as error:  # noqa: BLE001 - whatever another library raises; the run is over without its view
                 if self._failure is None:  # or it is the same once more
-                    told = " ".join(str(error).split())
+                    reason = " ".join(str(error).split())
                     logger.error(
                         "The last rows for TensorBoard and W&B are lost, metrics.jsonl has them: %s",
-                        told,
+                        reason,
                     )
 
 

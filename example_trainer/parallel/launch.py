@@ -60,9 +60,9 @@ def place_of(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     values = [environment.get(name, "") for name in names]
     if not all(value.isdigit() for value in values):
-        found = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
+        shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
         raise ConfigError(
-            f"{found}: a launcher such as torchrun sets all three; unset them to start the trainer without one"
+            f"{shown}: a launcher such as torchrun sets all three; unset them to start the trainer without one"
         )
     rank, world_size, local_rank = map(int, values)
     return rank, world_size, local_rank

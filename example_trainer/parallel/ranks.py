@@ -208,13 +208,13 @@ class Ranks:
             return
         if isinstance(error, StopRequested):
             return  # a signal is not a failure, and all ranks stop because of it
-        told = {
+        failure = {
             "rank": self.rank,
             "message": f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000],
         }
         try:
             # The first failure counts: the others are its consequence.
-            self._store.compare_set(_FAILED, "", json.dumps(told))
+            self._store.compare_set(_FAILED, "", json.dumps(failure))
         except RuntimeError:
             return  # the store has gone with the process that held it
 

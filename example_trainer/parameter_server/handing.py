@@ -168,13 +168,13 @@ class Handing:
             why it must not be handed out; empty if it was.
         """
         copy, weights = self._held.pinned, order.weights
-        told = self._ranks.gather([copy.version, copy.is_sound()], "looking at what is held")
-        if any(version != weights.version for version, _ in told):
+        states = self._ranks.gather([copy.version, copy.is_sound()], "looking at what is held")
+        if any(version != weights.version for version, _ in states):
             return ""  # a shard has newer ones by now: there is another order soon
-        spoilt = [rank for rank, (_, sound) in enumerate(told) if not sound]
+        spoilt = [rank for rank, (_, sound) in enumerate(states) if not sound]
         if spoilt:
             return (
-                f"version {weights.version} is not handed out: what shard {spoilt[0]} of {len(told)} holds has not the "
+                f"version {weights.version} is not handed out: what shard {spoilt[0]} of {len(states)} holds has not the "
                 "checksum any more with which it came (is this machine's memory sound?); the trainer's next push mends it"
             )
         show(self._model, copy)

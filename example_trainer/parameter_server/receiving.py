@@ -121,16 +121,16 @@ class HeldSettlement(Settlement):
 
     async def _look(self) -> tuple[bool, str]:
         try:
-            told = sorted(
+            answers = sorted(
                 await self._ranks.call(HeldWeights.held_newest), key=lambda one: one["tp_rank"]
             )
         except BridgeRefusal as refusal:
             return False, str(refusal)
-        found = {(one["weight_epoch"], one["version"]) for one in told}
-        epoch, version = found.pop()
+        versions = {(one["weight_epoch"], one["version"]) for one in answers}
+        epoch, version = versions.pop()
         state = self._state
         if (
-            not found
+            not versions
             and version is not None
             and (epoch, version) != (state.weight_epoch, state.weight_version)
         ):
@@ -139,7 +139,7 @@ class HeldSettlement(Settlement):
                 state.weight_version,
                 version,
             )
-            state.fall_back(version, epoch, [one["checksum"] for one in told])
+            state.fall_back(version, epoch, [one["checksum"] for one in answers])
         return await super()._look()
 
 
@@ -370,11 +370,11 @@ class ReceivingServer:
             ws="none",
         )
         self._server = server = uvicorn.Server(config)
-        told = asyncio.create_task(self._tell_ready(server))
+        ready = asyncio.create_task(self._tell_ready(server))
         try:
             await server.serve()
         finally:
-            told.cancel()
+            ready.cancel()
             await self.bridge.stop()
 
     async def _tell_ready(self, server: uvicorn.Server) -> None:

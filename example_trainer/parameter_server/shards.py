@@ -137,12 +137,12 @@ class Shards:
         errors = []
         for rank, other in enumerate(self._others, 1):
             try:
-                told = other.hear(ANSWER_SECONDS)
+                answer = other.hear(ANSWER_SECONDS)
             except (OSError, ValueError) as error:
                 raise self._lost(rank, method, error) from error
-            answers.append(told.get("answer"))
-            if "error" in told:
-                errors.append(f"shard {rank}: {told['error']}")
+            answers.append(answer.get("answer"))
+            if "error" in answer:
+                errors.append(f"shard {rank}: {answer['error']}")
         if failed is not None:
             raise failed
         if errors:
@@ -167,11 +167,11 @@ class Shards:
             while True:
                 method, args = wire.hear(None)
                 try:
-                    told = {"answer": getattr(self._held, method)(*args)}
+                    answer = {"answer": getattr(self._held, method)(*args)}
                 except Exception as error:
                     logger.exception("[ParameterServer] %s failed", method)
-                    told = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
-                wire.tell(told)
+                    answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+                wire.tell(answer)
         except Exception as error:  # noqa: BLE001 - raised in `check`
             self._ended = f"shard 0 has ended ({type(error).__name__})"
 
@@ -211,11 +211,11 @@ def meet(listening: socket.socket, place: str, key: str, ranks: Ranks) -> list[W
             ) from None
         wire = Wire(connection)
         try:
-            rank, told = wire.hear(HELLO_SECONDS, 1000)
-            known = hmac.compare_digest(str(told), key) and rank in missing
+            rank, sent_key = wire.hear(HELLO_SECONDS, 1000)
+            is_shard = hmac.compare_digest(str(sent_key), key) and rank in missing
         except (OSError, ValueError, TypeError):
-            known = False
-        if known:
+            is_shard = False
+        if is_shard:
             came[rank] = wire
         else:
             logger.warning(

@@ -158,15 +158,15 @@ class HostCopy:
         reason = f"{free / 1e9:.1f} GB of memory are free"
         if needed <= _SHARE_OF_FREE_MEMORY[self._optimizer.device.type] * free:
             try:
-                found: dict[str, Tensor] = {}
+                copies: dict[str, Tensor] = {}
                 for dtype in {tensor.dtype for tensor in state.values()}:
                     shapes = {
                         key: tuple(tensor.shape)
                         for key, tensor in state.items()
                         if tensor.dtype == dtype
                     }
-                    found |= HostArena(shapes, self._optimizer.device, dtype).tensors
-                self._tensors = found
+                    copies |= HostArena(shapes, self._optimizer.device, dtype).tensors
+                self._tensors = copies
                 return
             except TrainerError as error:
                 reason = str(error)
@@ -717,8 +717,8 @@ class Checkpoints:
         """Remove old checkpoints of this run. Another run's states stay: that run is continued from
         them.
         """
-        known = saved_steps(self.folder, self.prefix, skip_damaged=True, without_state=True)
-        saved = [one for one in known if one.run.name == self.run.name]
+        checkpoints = saved_steps(self.folder, self.prefix, skip_damaged=True, without_state=True)
+        saved = [one for one in checkpoints if one.run.name == self.run.name]
         saved.sort(key=lambda one: one.order)
         stateful = [one for one in saved if has_state(one.path)]
         # A server may be started again on the one, and training goes on exactly from the other.

@@ -149,17 +149,17 @@ def share_elsewhere(
     """
     share = DEFAULT_SHARE
     for gpu in gpus:
-        found = memory.get(gpu)
-        if found is None:
+        card = memory.get(gpu)
+        if card is None:
             continue
-        if found.free < needs.share + OUTSIDE_SHARE:
+        if card.free < needs.share + OUTSIDE_SHARE:
             raise MemoryShortage(
-                f"the vLLM server needs about {needs} on GPU {gpu}, of which {found.free / 2**30:.2f} of "
-                f"{found.total / 2**30:.2f} GiB are free: name other GPUs with --vllm-gpus, end the programs that use this one "
+                f"the vLLM server needs about {needs} on GPU {gpu}, of which {card.free / 2**30:.2f} of "
+                f"{card.total / 2**30:.2f} GiB are free: name other GPUs with --vllm-gpus, end the programs that use this one "
                 '(nvidia-smi), or give --vllm-args "--max-model-len N" for shorter sequences'
             )
-        if found.free < DEFAULT_SHARE * found.total:
-            share = min(share, share_of(found.free, found.total))
+        if card.free < DEFAULT_SHARE * card.total:
+            share = min(share, share_of(card.free, card.total))
     return share
 
 

@@ -512,10 +512,10 @@ class MemoryPlan:
     @property
     def items(self) -> tuple[tuple[str, int], ...]:
         """The items that exist together in the greatest moment, the largest first."""
-        found = {**self.lasting, **self.moments[self.greatest]}
+        sizes = {**self.lasting, **self.moments[self.greatest]}
         return tuple(
             sorted(
-                ((name, size) for name, size in found.items() if size), key=lambda item: -item[1]
+                ((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]
             )
         )
 
@@ -611,19 +611,19 @@ def remedies(request: MemoryRequest, room: Room) -> list[str]:
         for flags, changed in enough
         if not any(set(other) < set(flags) for other, _ in enough)
     ]
-    found = [(" ".join(flags), changed, room) for flags, changed in shortest[:3]] + _larger_changes(
-        request, room
-    )
+    changed_plans = [
+        (" ".join(flags), changed, room) for flags, changed in shortest[:3]
+    ] + _larger_changes(request, room)
     if room.server:
         alone = replace(room, free=room.free + room.server, server=0)
         if alone.holds(request):
-            found.insert(0, ("--vllm-gpus with the number of another GPU", request, alone))
+            changed_plans.insert(0, ("--vllm-gpus with the number of another GPU", request, alone))
     lower = _lower_share(request, room)
-    if not found and not lower:
+    if not changed_plans and not lower:
         now = plan_memory(request).total
         single = [(flags[0], changed, room) for flags, changed in changes if len(flags) == 1]
-        found = [one for one in single if plan_memory(one[1]).total < now]
-    lines = lower + [f"{text} ({_needs(changed, where)})" for text, changed, where in found]
+        changed_plans = [one for one in single if plan_memory(one[1]).total < now]
+    lines = lower + [f"{text} ({_needs(changed, where)})" for text, changed, where in changed_plans]
     return lines or ["a device with more memory"]
 
 
@@ -695,7 +695,7 @@ def _larger_changes(request: MemoryRequest, room: Room) -> list[tuple[str, Memor
     """The smallest number of GPUs that suffices, fewer with 8-bit moments, and adapters in place of
     all weights.
     """
-    found: list[tuple[str, MemoryRequest, Room]] = []
+    larger: list[tuple[str, MemoryRequest, Room]] = []
     if (
         room.device.type == "cuda"
         and request.lora is None
@@ -708,16 +708,18 @@ def _larger_changes(request: MemoryRequest, room: Room) -> list[tuple[str, Memor
             _spread(in_8_bits, room) if request.optimizer == "adamw" else None,
         ]
         if spread[0] is not None:
-            found.append((f"{spread[0][0].world_size} GPUs", *spread[0]))
+            larger.append((f"{spread[0][0].world_size} GPUs", *spread[0]))
         if spread[1] is not None and (
             spread[0] is None or spread[1][0].world_size < spread[0][0].world_size
         ):
-            found.append((f"{spread[1][0].world_size} GPUs and --optimizer adamw-8bit", *spread[1]))
+            larger.append(
+                (f"{spread[1][0].world_size} GPUs and --optimizer adamw-8bit", *spread[1])
+            )
     if request.lora is None:
         adapters = replace(request, lora=(16, PROJECTIONS), single_copy=False, offload=False)
         if room.holds(adapters):
-            found.append(("--weight-bridge-mode lora_only", adapters, room))
-    return found
+            larger.append(("--weight-bridge-mode lora_only", adapters, room))
+    return larger
 
 
 def _spread(request: MemoryRequest, room: Room) -> tuple[MemoryRequest, Room] | None:

@@ -279,13 +279,16 @@ class HostTensors:
         kinds, arenas = self._kinds[:count], self.arenas[:count]
         if not self._slots:
             for bucket in self._buckets:
-                found = [
+                ranges = [
                     _range(arena.flat, bucket, kind)
                     for arena, kind in zip(arenas, kinds, strict=True)
                 ]
                 work(
                     bucket.pieces,
-                    [_tensors(flat, bucket, kind) for flat, kind in zip(found, kinds, strict=True)],
+                    [
+                        _tensors(flat, bucket, kind)
+                        for flat, kind in zip(ranges, kinds, strict=True)
+                    ],
                 )
             return
         here = torch.cuda.current_stream(self.device)
@@ -327,11 +330,11 @@ def _range(flat: Tensor, bucket: Bucket, kind: Kind) -> Tensor:
 
 
 def _tensors(flat: Tensor, bucket: Bucket, kind: Kind) -> list[Tensor]:
-    found = []
+    tensors = []
     for piece in bucket.pieces:
         start, shape = piece.offset // kind.block, kind.shape(piece.shape)
-        found.append(flat[start : start + math.prod(shape)].view(shape))
-    return found
+        tensors.append(flat[start : start + math.prod(shape)].view(shape))
+    return tensors
 
 
 # Masters and moments of parameters: on the parameters' device, or in host memory that passes
@@ -695,17 +698,17 @@ class MasterAdamW:
                 first such parameter.
             RuntimeError: a parameter received no gradient, so it would silently stay what it is.
         """
-        found = self.gradients()
-        without = [name for name in self._parameters if name not in found]
+        summed = self.gradients()
+        without = [name for name in self._parameters if name not in summed]
         if self._missing_is_zero:
             for name in without:
-                found[name] = torch.zeros_like(self._local[name], dtype=torch.float32)
+                summed[name] = torch.zeros_like(self._local[name], dtype=torch.float32)
         elif without:
             raise RuntimeError(
                 f"no gradient reached {len(without)} of {len(self._parameters)} parameters, "
                 f"first {without[0]}"
             )
-        gradients = {name: found[name] for name in self._parameters}
+        gradients = {name: summed[name] for name in self._parameters}
         self.shards.complete(gradients)
         norms = self._finite(self.shards.norms(gradients), "the gradient of")
         grad_norm = math.hypot(*norms)

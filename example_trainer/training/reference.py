@@ -171,18 +171,18 @@ class ReferenceScorer:
                     f"{len(logprobs)} tokens of a group; look at its weights, and at --dtype {settings.dtype}"
                 )
             counts = bin.counts.tolist()
-            for (_, i), found, positions in zip(
+            for (_, i), scored, positions in zip(
                 bin.orders.tolist(),
                 logprobs.cpu().split(counts),
                 bin.positions.split(counts),
                 strict=True,
             ):
-                rows[i] = wire_row(len(rows[i]), positions.numpy(), found.numpy())
+                rows[i] = wire_row(len(rows[i]), positions.numpy(), scored.numpy())
         return rows
 
     def _parsed(self, group: Mapping[str, Any], settings: ReferenceSettings) -> Batch:
         tokens = group.get("tokens")
-        wanted = {
+        fields_read = {
             "tokens": tokens,
             "masks": group.get("masks"),
             "sampling_params": group.get("sampling_params"),
@@ -196,7 +196,7 @@ class ReferenceScorer:
             sampling=SamplingRules(allow_narrowed=True, deterministic=deterministic),
             media_tokens=self._model.geometry.media_tokens,
         )
-        batch = parse_batch([wanted], settings.seq_len, self._model.geometry.vocab_size, rules)
+        batch = parse_batch([fields_read], settings.seq_len, self._model.geometry.vocab_size, rules)
         if batch.invalid:
             raise GroupError(batch.invalid[0].removeprefix("group 0: "))
         return batch

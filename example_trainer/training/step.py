@@ -85,11 +85,11 @@ class SkippedBatches:
         kept = type(error)(
             f"{error}; this was update {first} of {last} of its batch, and those before are kept"
         )
-        told = self._count(kept)
+        count = self._count(kept)
         self._cut_short.add(isinstance(error, NonFiniteError))
         logger.warning(
             "Step %d: updates %d to %d of its batch are left out, what it learned in those before stays: %s (%s)",
-            step, first, last, error, told,
+            step, first, last, error, count,
         )  # fmt: skip
 
     def _count(self, error: BatchError) -> str:
@@ -258,13 +258,13 @@ class BatchGradients:
                 self._report.add(bin, logprobs, entropy)
             if self._objective.kl_coef and known.reference is None:
                 known.reference = completed_reference(bin, self._under_reference)
-            found = bin_loss(_inputs(bin, known, logprobs, entropy), self._objective)
-            found.loss.backward()
-            counts[0] += found.not_finite
+            result = bin_loss(_inputs(bin, known, logprobs, entropy), self._objective)
+            result.loss.backward()
+            counts[0] += result.not_finite
             counts[1] += len(logprobs)
             # Drift is that of the batch's first weights, and so counted in the first epoch alone.
             figures.add(
-                replace(found.outcome, proximal_logprobs=known.proximal if epoch == 0 else None)
+                replace(result.outcome, proximal_logprobs=known.proximal if epoch == 0 else None)
             )
         self._require_finite(counts)
         self._figures_with_this = figures
@@ -501,7 +501,7 @@ def _update(
         return optimizer.update()
 
     try:
-        done, told = _attempt(work)
+        done, shortage = _attempt(work)
     except (NonFiniteError, StopRequested):
         _discard(optimizer)
         raise
@@ -515,15 +515,15 @@ def _update(
             "newer than its last checkpoint; mend the function, and start again with --resume auto"
         ) from error
     if ranks.world_size > 1:
-        told = _agree(ranks, optimizer, told)
-    if told is None:
+        shortage = _agree(ranks, optimizer, shortage)
+    if shortage is None:
         assert done is not None
         return done
     _discard(optimizer)
     tokens, sequences = max((len(bin.tokens), len(bin.counts)) for bin in gradients.bins_of(number))
     raise OutOfMemoryError(
         f"out of memory at optimizer step {optimizer.steps}, in a pass over up to {tokens} tokens of {sequences} sequences "
-        f"({told}); lower --tokens-per-microbatch or --seq-len, or add --gradient-checkpointing"
+        f"({shortage}); lower --tokens-per-microbatch or --seq-len, or add --gradient-checkpointing"
     )
 
 

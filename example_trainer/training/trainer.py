@@ -60,15 +60,15 @@ def require_rollout_logprobs(config: TrainerConfig, figures: BatchFigures) -> No
         BatchError: see above.
     """
     limited, corrected = config.sequence_kl_limit is not None, config.correction != "none"
-    given = [name for name in _ASKED_FOR_BY if corrected and name in config.model_fields_set]
+    options = [name for name in _ASKED_FOR_BY if corrected and name in config.model_fields_set]
     if limited:
-        given.append("sequence_kl_limit")
-    if figures.targets_with_logprobs or not given:
+        options.append("sequence_kl_limit")
+    if figures.targets_with_logprobs or not options:
         return
     remedies = ["give --correction none"] * corrected + ["leave out --sequence-kl-limit"] * limited
     raise BatchError(
-        f"{_said(config, given[0])}: none of the batch's tokens came with the logprob that it was sampled with, so nothing can "
-        f"be corrected; let the environment send inference_logprobs, or {' and '.join(remedies)}"
+        f"{_said(config, options[0])}: none of the batch's tokens came with the logprob that it was sampled with, so nothing "
+        f"can be corrected; let the environment send inference_logprobs, or {' and '.join(remedies)}"
     )
 
 
