@@ -63,7 +63,7 @@ from atroposlib.service.run_state import (
     WeightEpochs,
     why_starved,
 )
-from atroposlib.service.scheduling import choose_multiple, in_order_of_use
+from atroposlib.service.scheduling import choose_multiple, in_order_of_use, is_plain
 from atroposlib.service.schemas import Registration, ReplayOptions
 from atroposlib.service.store import Changes, Snapshot
 from atroposlib.wire import TrainerSession, oldest
@@ -518,7 +518,7 @@ class RolloutQueue:
         if status is None:
             return None
         status["version"] = self.trainer_version()
-        if not self.replay.is_plain:
+        if not is_plain(self.replay):
             replay = f"{self.replay.policy}, each group in up to {self.replay.max_reuse} batches"
             status["inexact"] = (
                 f"the trainer replays ({replay}): start it without --replay and --max-reuse"
@@ -1038,7 +1038,7 @@ class RolloutQueue:
             )
         lines: Mapping[int, Mapping[int, Group]] = self.lines.by_line
         replay, staleness = self.replay, registration.max_staleness
-        if not replay.is_plain:
+        if not is_plain(replay):
             lines = {
                 line: {
                     group.seq: group

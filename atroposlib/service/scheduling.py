@@ -39,6 +39,11 @@ MIN_WEIGHT = 0.01
 _KEY = struct.Struct("<QQQ")
 
 
+def is_plain(options: ReplayOptions) -> bool:
+    """Return True if each group is used once, oldest first: lines are in this order already."""
+    return options.policy == "fifo" and options.max_reuse == 1
+
+
 def form_batch(
     batch_size: int,
     lines: Mapping[int, Mapping[int, Group]],

@@ -148,11 +148,6 @@ class ReplayOptions(Request):
     seed: Version = 0
     """Seed of the policy uniform."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Each group once, oldest first: lines are in this order already."""
-        return self.policy == "fifo" and self.max_reuse == 1
-
 
 class RegisterTrainer(Request):
     """POST /register."""

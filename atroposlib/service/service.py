@@ -20,6 +20,7 @@ from atroposlib.service.group_reader import NO_REFERENCE, unreadable, with_refer
 from atroposlib.service.metrics import Metrics
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import MISSING, NOBODY, Lease, Limits, Receipt, ValidatedGroup
+from atroposlib.service.scheduling import is_plain
 from atroposlib.service.store import Changes, DamagedError, PostSpace, Store, StoreError
 
 logger = logging.getLogger(__name__)
@@ -296,7 +297,7 @@ class RolloutService:
         }
         names.pop(str(NOBODY), None)
         content: dict[str, Any] = {"batch_id": lease.batch_id, "environments": names}
-        if not self.queue.replay.is_plain:
+        if not is_plain(self.queue.replay):
             content["uses"] = [group.uses for group in groups]
         if positions:
             content["positions"] = positions

@@ -202,7 +202,12 @@ def _class_of(config: Mapping[str, Any], where: Path) -> type[PreTrainedModel]:
         kind = getattr(transformers, name, None)
         if inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel):
             return kind
-    names = ", ".join(map(str, named)) or f"none named (model_type {config.get('model_type')!r})"
+    if not named:
+        raise UnsupportedModel(
+            f"{where} has no 'architectures', which names the class (model_type "
+            f"{config.get('model_type')!r}); take the file of a complete checkpoint"
+        )
+    names = ", ".join(map(str, named))
     if config.get("auto_map"):
         raise UnsupportedModel(
             f"{where}: the class of architecture {names} comes with the checkpoint (auto_map), "

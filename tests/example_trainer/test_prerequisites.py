@@ -150,23 +150,23 @@ def test_another_vllm_is_refused_with_the_command(
 ) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()
-    (tmp_path / "vllm" / "_version.py").write_text("__version__ = '0.33.0'\n")
+    (tmp_path / "vllm" / "_version.py").write_text("__version__ = '0.34.0'\n")
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
         ConfigError,
-        match=r"^vLLM 0\.33\.0 is installed, but only .*`pip install vllm==0\.26\.0` on a machine",
+        match=r"^vLLM 0\.34\.0 is installed, but only .*`pip install vllm==0\.26\.0` on a machine",
     ):
         require_vllm()
     bridge = RestartBridge(TrainerConfig.model_validate({"model_name": "x"}), StopSignal())
-    with pytest.raises(ConfigError, match=r"^vLLM 0\.33\.0 is installed"):
+    with pytest.raises(ConfigError, match=r"^vLLM 0\.34\.0 is installed"):
         bridge.serving_dtype()
     bridge.close()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     given = parser().parse_args(
         ["--config", str(ROOT / "example_trainer/configs/arithmetic_async_cpu.yaml")]
     )
-    with pytest.raises(ConfigError, match=r"^vLLM 0\.33\.0 is installed"):
+    with pytest.raises(ConfigError, match=r"^vLLM 0\.34\.0 is installed"):
         orchestrate(given, StopSignal())
 
 

@@ -270,7 +270,7 @@ def test_every_program_takes_what_the_configurations_that_we_ship_make_of_it(
             known = parse_flags(
                 words[words.index("serve") + 1 :], type(environment.config_init()[0])
             )
-            assert known.env["group_size"] == str(made.inference.group_size)
+            assert known["env"]["group_size"] == str(made.inference.group_size)
         elif role.kind == "parameter-server":
             parse_section(
                 ParameterServerOptions,

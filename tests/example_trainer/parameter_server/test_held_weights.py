@@ -120,7 +120,10 @@ def test_what_does_not_fit_is_one_line_with_the_bytes(
     ("config", "told"),
     [
         ("no JSON", "cannot read"),
-        ('{"model_type": "gpt2"}', "architecture none named (model_type 'gpt2') is not supported"),
+        (
+            '{"model_type": "gpt2"}',
+            "has no 'architectures', which names the class (model_type 'gpt2')",
+        ),
         ('{"architectures": ["Qwen3ForCausalLM"]}', "has no 'hidden_size'"),
     ],
 )
