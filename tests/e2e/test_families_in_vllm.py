@@ -45,6 +45,17 @@ CASES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 50,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "Llama": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "Qwen2": {"head_dim": 64},
     "Mistral": {"sliding_window": 20},
     "Qwen3": {"head_dim": 64, "rope_parameters": YARN},  # vLLM refuses Qwen's windows
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.e2e.test_families_in_vllm import CASES
 from tests.geometries import geometry_of
 from vllm_patching.weights.families import FAMILIES, PROJECTIONS, Family, adapted_projections
 
@@ -18,7 +19,10 @@ HEAD = (
     "`--deterministic`",
     "`--single-copy` on several GPUs",
     "adapters on",
+    "ran with vLLM on",
 )
+ON_GPUS = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""Architectures of the models that bench/results/ names."""
 
 
 def row(family: Family) -> list[str]:
@@ -34,13 +38,22 @@ def row(family: Family) -> list[str]:
         "no" if family.no_determinism else "yes",
         "no" if family.joint_qk_norm else "yes",
         adapters,
+        _machines(family.architecture),
     ]
+
+
+def _machines(architecture: str) -> str:
+    """Return where a model of the architecture was trained or compared beside vLLM."""
+    machines = ["GPUs"] if architecture in ON_GPUS else []
+    if architecture.removesuffix("ForCausalLM") in CASES:
+        machines.append("CPUs")
+    return ", ".join(machines) or "none"
 
 
 def families_table() -> str:
     """One row for each family, and one for all other architectures."""
     rows = [list(HEAD), ["---"] * len(HEAD), *map(row, FAMILIES.values())]
-    rows.append(["any other that transformers has", "2", "no", "no", "none"])
+    rows.append(["any other that transformers has", "2", "no", "no", "none", "CPUs"])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
