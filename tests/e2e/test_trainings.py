@@ -336,7 +336,9 @@ def test_evaluate_and_three_training_steps(
     state = server.state()
     assert (state["weight_version"], state["state"]) == (STEPS_GSM8K_TRAINING, "serving")
     assert state["checksums"] == [rows[-1]["checksum"]]
-    assert (tmp_path / "checkpoints" / f"step_{STEPS}" / "model.safetensors").is_file()
+    assert (
+        tmp_path / "checkpoints" / f"step_{STEPS_GSM8K_TRAINING}" / "model.safetensors"
+    ).is_file()
     assert service.poll() is None
 
 

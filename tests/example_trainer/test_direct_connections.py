@@ -70,7 +70,7 @@ def ask_owned(port: int, folder: Path) -> object:
     server = OwnedServer(
         "serve {model}", "", "name", "127.0.0.1", port, folder / "log", None, None, 20.0
     )
-    assert server._missing() is None
+    assert not server._client.missing("/health")
     return server.close()
 
 

@@ -12,8 +12,11 @@ from example_trainer.async_grpo.settings import Settings, make_settings, read_se
 from example_trainer.errors import ConfigError
 from tests.conftest import ROOT
 
-CONFIGS = sorted((ROOT / "example_trainer" / "configs").glob("*.yaml"))
-CONFIGS = [path for path in CONFIGS if "orchestration:" in path.read_text()]
+CONFIGS = [
+    path
+    for path in sorted((ROOT / "example_trainer" / "configs").glob("*.yaml"))
+    if "orchestration:" in path.read_text()
+]
 
 
 def settings(**sections: dict[str, Any]) -> Settings:

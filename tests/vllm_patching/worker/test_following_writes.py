@@ -36,6 +36,7 @@ class Worker(WeightReceiver):
         self._lockstep_written, self._lockstep_writer = event, ("trainer here:12", 0.05)
         self._lockstep_sums = WeightSums([("w", torch.ones(4))])
         self._lockstep_first_step = self
+        self._lockstep_recompute = str
 
     def watch(self) -> None:
         return None
