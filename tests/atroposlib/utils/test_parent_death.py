@@ -29,7 +29,7 @@ from atroposlib.utils import processes
 from atroposlib.utils.processes import end_forked_with_parent, end_with_parent
 
 def report(name):
-    os.write(1, f"{{name}} {{os.getpid()}}\n".encode())  # one write, so two processes cannot mix
+    os.write(1, f"{{name}} {{os.getpid()}}\\n".encode())  # one write, so two processes cannot mix
 
 def wait(name="child"):
     report(name)
