@@ -13,18 +13,11 @@ from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
 
 def server_module() -> ModuleType:
     """The module whose run_server, build_app and init_app_state make vLLM's OpenAI server."""
-    for name in (
-        "vllm.entrypoints.launchers.api_server.entry",
-        "vllm.entrypoints.openai.api_server",
-    ):
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and name.startswith(error.name):
-                continue
-            raise
-        if all(hasattr(module, seam) for seam in ("run_server", "build_app", "init_app_state")):
-            return module
+    module = _first_module(
+        "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"
+    )
+    if all(hasattr(module, seam) for seam in ("run_server", "build_app", "init_app_state")):
+        return module
     raise UnsupportedVllm(seam_missing("run_server, build_app and init_app_state"))
 
 
@@ -46,12 +39,24 @@ def validate_server_args(args: argparse.Namespace) -> None:
 
 def _flags_module() -> ModuleType:
     """The module of the server's flags: of 0.33, of 0.27 to 0.32, and of 0.26."""
-    for package in ("common", "launchers", "openai"):
+    packages = ("common", "launchers", "openai")
+    return _first_module(*(f"vllm.entrypoints.{package}.cli_args" for package in packages))
+
+
+def _first_module(*names: str) -> ModuleType:
+    """Import the first module that this vLLM has.
+
+    Raises:
+        ModuleNotFoundError: a package that the module imports is not installed.
+        UnsupportedVllm: vLLM has none of them.
+    """
+    for name in names:
         try:
-            return importlib.import_module(f"vllm.entrypoints.{package}.cli_args")
-        except ModuleNotFoundError:
-            continue
-    raise UnsupportedVllm(seam_missing("cli_args.make_arg_parser"))
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+    raise UnsupportedVllm(seam_missing(" or ".join(names)))
 
 
 def wrap_server(
