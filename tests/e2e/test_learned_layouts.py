@@ -44,7 +44,7 @@ HEADS = {
 FLAGS = {"DeepseekV3": ("--attention-backend", "CPU_MLA")}
 """vLLM would choose a backend for bfloat16 on processors that have one."""
 LOGGED = {
-    "DeepseekV3": "Recomputed after each update: model.layers.0.self_attn.mla_attn.mla_attn.W_UV",
+    "DeepseekV3": "Recomputed after each update: model.layers.0.self_attn.mla_attn.mla_attn.W_UK_T",
     "Falcon": "Updates of FalconForCausalLM go through vLLM's loader, from a copy of the whole checkp",
 }
 """Lines about models with tensors that vLLM derives, and with a loader that computes."""

@@ -175,7 +175,7 @@ class ProcessedWeights:
         return {
             f"{path}.{name}".lstrip("."): module
             for path, module in self._model.named_modules()
-            for name in _tensor_names(module) - self._tensors.get(id(module), set())
+            for name in sorted(_tensor_names(module) - self._tensors.get(id(module), set()))
         }
 
 
