@@ -2,9 +2,12 @@
 records.
 """
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
-from openai.types.chat import ChatCompletionContentPartParam
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionContentPartParam
+else:  # the import takes 30 MiB, which each process that only reads groups would hold for nothing
+    ChatCompletionContentPartParam = dict[str, Any]
 
 Content = str | list[ChatCompletionContentPartParam]
 """What a message holds: plain text, or the parts of a multimodal message."""

@@ -6,6 +6,7 @@ Read from the syntax trees, followed through every module of the project, import
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 import tomllib
 from collections import deque
@@ -304,6 +305,18 @@ def test_the_rule_covers_all_that_is_packaged() -> None:
     included = project["tool"]["setuptools"]["packages"]["find"]["include"]
     assert {pattern.rstrip("*") for pattern in included} == set(PACKAGED) <= NEVER.keys()
     assert [package for package in PACKAGED if not set(UNPACKAGED) <= set(NEVER[package])] == []
+
+
+def test_the_service_imports_none_of_the_heavy_packages() -> None:
+    """The types of openai alone took 30 MiB of the service's 106."""
+    heavy = ("openai", "aiohttp", "torch", "transformers", "datasets")
+    names = "import sys, atroposlib.cli.run_api; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", names], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = done.stdout.split()
+    assert "atroposlib.service.service" in loaded
+    assert [name for name in heavy if name in loaded] == []
 
 
 def test_what_starts_processes_needs_the_standard_library_alone() -> None:
