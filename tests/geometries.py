@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm_patching.weights.families import Geometry
 
+_MODEL_TYPES = {"Gemma3": "gemma3_text", "Qwen3Moe": "qwen3_moe"}
+
 
 def config_of(
     family: str,
@@ -21,7 +23,7 @@ def config_of(
     """Return the config.json of a model of a family such as `Qwen3`, with more `keys`."""
     sizes = {
         "architectures": [f"{family}ForCausalLM"],
-        "model_type": {"Gemma3": "gemma3_text"}.get(family, family.lower()),
+        "model_type": _MODEL_TYPES.get(family, family.lower()),
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -32,6 +34,8 @@ def config_of(
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-6,
     }
+    if family == "Qwen3Moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
     return sizes | keys
 
 

@@ -8,7 +8,8 @@ split over tensor-parallel ranks, and which take adapters. From this list follow
 * the slices that vLLM's ranks hold (`sharding.py`), and the adapters that a server accepts.
 
 A parameter has vLLM's name. Its rows are those of its checkpoint tensors, one below the other:
-`qkv_proj` is [q; k; v], and `gate_up_proj` is [gate; up].
+`qkv_proj` is [q; k; v], and `gate_up_proj` is [gate; up]. The experts of a layer are stacked in
+the first dimension: `w13_weight` has [gate; up] of each expert, and `w2_weight` has its down.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Block:
         norm_after: the norm of what the step adds; None: it adds its output.
     """
 
-    kind: Literal["attention", "gated_mlp"]
+    kind: Literal["attention", "gated_mlp", "moe"]
     name: str
     norm: str | None = None
     norm_after: str | None = None
@@ -91,7 +92,8 @@ class Family:
         windowed: the rule for layers with a sliding window, where config.json has no `layer_types`;
             None: no layer has one.
         defaults: transformers' values for keys that config.json lacks.
-        layer: the blocks of a layer, in the order of the forward pass.
+        layer: the blocks of a layer, in the order of the forward pass. In a layer without experts
+            a "gated_mlp" takes the place of a "moe"; see Geometry.blocks.
     """
 
     architecture: str
@@ -219,6 +221,29 @@ FAMILIES = {
                 Block("gated_mlp", "mlp", "post_attention_layernorm", "post_mlp_layernorm"),
             ),
         ),
+        # vLLM has no window in this family, so one would be lost without a word there.
+        Family(
+            "Qwen3MoeForCausalLM",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            off=("use_sliding_window",),
+            no_determinism="Qwen3-MoE, whose experts vLLM computes with other kernels,",
+            windowed=_switched_window,
+            defaults=_QWEN
+            | {
+                "num_key_value_heads": 4,
+                "decoder_sparse_step": 1,
+                "moe_intermediate_size": 768,
+                "num_experts_per_tok": 8,
+                "num_local_experts": 128,
+                "norm_topk_prob": False,
+            },
+            layer=(
+                Block("attention", "self_attn", "input_layernorm"),
+                Block("moe", "mlp", "post_attention_layernorm"),
+            ),
+        ),
     )
 }
 """The supported families, by architecture."""
@@ -261,6 +286,11 @@ class Geometry:
         local_rope_theta: theta of the layers with a window; None: the others' theta and scaling.
         query_scalar: scores are divided by its root; None: by the root of head_dim.
         partial_rotary_factor: the part of a head that is rotated, in whole pairs.
+        num_experts: of each layer that has experts; 0: no layer has any.
+        experts_per_token: the experts that the router chooses for a token.
+        moe_intermediate_size: the inner width of an expert.
+        norm_topk_prob: the weights of a token's experts are divided by their sum.
+        dense_layers: numbers of the layers without experts, where others have them.
         media_tokens: ids that stand for images, sounds or films.
         ignored: patterns of checkpoint tensors that the model does not use.
     """
@@ -286,6 +316,11 @@ class Geometry:
     partial_rotary_factor: float = 1.0
     local_rope_theta: float | None = None
     query_scalar: float | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    dense_layers: frozenset[int] = frozenset()
     media_tokens: frozenset[int] = frozenset()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # of old checkpoints
 
@@ -297,6 +332,21 @@ class Geometry:
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""
         return self.windows[layer] if self.windows else None
+
+    def blocks(self, layer: int) -> tuple[Block, ...]:
+        """The blocks of a layer, in the order of the forward pass."""
+        if self.num_experts and layer not in self.dense_layers:
+            return self.family.layer
+        return tuple(
+            replace(block, kind="gated_mlp") if block.kind == "moe" else block
+            for block in self.family.layer
+        )
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts."""
+        layers = range(self.num_layers) if self.num_experts else ()
+        return tuple(layer for layer in layers if layer not in self.dense_layers)
 
     @property
     def local_rope(self) -> Geometry | None:
@@ -351,6 +401,8 @@ class Geometry:
                 supported; a key is missing.
         """
         family = _family(config, where)
+        if "num_experts" in config:  # transformers 4's key
+            config = {"num_local_experts": config["num_experts"], **config}
         config = {**family.defaults, **config}
         _refuse_unsupported(config, family, where)
 
@@ -396,6 +448,7 @@ class Geometry:
             partial_rotary_factor=_partial_rotary(rope, family, where),
             local_rope_theta=local_theta,
             query_scalar=config.get("query_pre_attn_scalar"),
+            **_experts(config, family, where),
         )
 
 
@@ -467,6 +520,29 @@ def _windows(
     if window >= max_positions and "rope_local_base_freq" not in family.defaults:
         return ()  # it hides nothing
     return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
+
+
+def _experts(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Read the sizes of the experts, as arguments of Geometry."""
+    if all(block.kind != "moe" for block in family.layer):
+        return {}
+    experts, chosen = int(config["num_local_experts"] or 0), int(config["num_experts_per_tok"])
+    if not experts:
+        return {}
+    if not 0 < chosen <= experts:
+        raise UnsupportedModel(
+            f"{where}: num_experts_per_tok is {chosen}, and a layer has {experts} experts; "
+            f"give a number from 1 to {experts}, as the model was trained"
+        )
+    step, dense = int(config["decoder_sparse_step"]), set(config.get("mlp_only_layers") or ())
+    layers = range(int(config["num_hidden_layers"]))
+    return {
+        "num_experts": experts,
+        "experts_per_token": chosen,
+        "moe_intermediate_size": int(config["moe_intermediate_size"]),
+        "norm_topk_prob": bool(config["norm_topk_prob"]),
+        "dense_layers": frozenset(n for n in layers if n in dense or (n + 1) % step),
+    }
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], float | None]:
@@ -584,7 +660,7 @@ class Part:
 
     Attributes:
         name: the tensor's name in the checkpoint.
-        start: first row in the parameter.
+        start: first row in the parameter. The rows of stacked matrices are counted through.
         shape: the rows' shape.
         split: over tensor-parallel ranks.
     """
@@ -601,7 +677,8 @@ class Part:
 
     def view(self, whole: Any) -> Any:
         """Return the part of a whole parameter that is this tensor; shares its memory."""
-        return whole[self.start : self.stop]
+        rows = whole.flatten(0, whole.dim() - len(self.shape))
+        return rows[self.start : self.stop]
 
     @property
     def module(self) -> str:
@@ -626,6 +703,9 @@ class Parameter:
             gradients add up.
         float32: checkpoints hold it in float32, whatever the dtype of the others.
         frozen: it is not trained, or is no parameter.
+        stacked: the equal matrices, one per expert, that its first dimension counts; 0: the
+            parameter is not stacked.
+        chosen: the stacked matrices that each token is multiplied with.
     """
 
     name: str
@@ -634,11 +714,15 @@ class Parameter:
     partial: bool = False
     float32: bool = False
     frozen: bool = False
+    stacked: int = 0
+    chosen: int = 0
 
     @property
     def multiplied(self) -> int:
         """Elements that each token is multiplied with in the layers."""
-        return self.size * self.adapted
+        if self.stacked:
+            return self.size // self.stacked * self.chosen
+        return self.size * (self.adapted or self.name.endswith(_ROUTER))
 
     @property
     def tensors(self) -> tuple[Part, ...]:
@@ -659,7 +743,10 @@ class Parameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """The whole shape, on one rank and without padding."""
-        return (self.parts[-1].stop, *self.parts[0].shape[1:])
+        rows, tail = self.parts[-1].stop, self.parts[0].shape[1:]
+        if self.stacked:
+            return (self.stacked, rows // self.stacked, *tail)
+        return (rows, *tail)
 
     @property
     def size(self) -> int:
@@ -681,7 +768,7 @@ def _model(g: Geometry) -> Iterator[Parameter]:
     yield _one("model.embed_tokens.weight", (g.vocab_size, g.hidden_size), "vocabulary")
     for number in range(g.num_layers):
         layer = f"model.layers.{number}"
-        for block in g.family.layer:
+        for block in g.blocks(number):
             yield from _BLOCKS[block.kind](f"{layer}.{block.name}", g)
         for norm in g.family.norms:
             yield _one(f"{layer}.{norm}.weight", (g.hidden_size,))
@@ -715,7 +802,30 @@ def _gated_mlp(path: str, g: Geometry) -> Iterator[Parameter]:
     )
 
 
-_BLOCKS = {"attention": _attention, "gated_mlp": _gated_mlp}
+_ROUTER = ".mlp.gate.weight"
+
+
+def _moe(path: str, g: Geometry) -> Iterator[Parameter]:
+    inner, hidden = g.moe_intermediate_size, g.hidden_size
+    yield _one(f"{path}.gate.weight", (g.num_experts, hidden), partial=True)
+    gate_up, down = list[Part](), list[Part]()
+    for expert in range(g.num_experts):
+        own = f"{path}.experts.{expert}"
+        for half, name in enumerate(("gate_proj", "up_proj")):
+            start = (2 * expert + half) * inner
+            gate_up.append(Part(f"{own}.{name}.weight", start, (inner, hidden), "rows"))
+        start = expert * hidden
+        down.append(Part(f"{own}.down_proj.weight", start, (hidden, inner), "columns"))
+    for name, parts in (("w13_weight", gate_up), ("w2_weight", down)):
+        yield Parameter(
+            f"{path}.experts.{name}",
+            tuple(parts),
+            stacked=g.num_experts,
+            chosen=g.experts_per_token,
+        )
+
+
+_BLOCKS = {"attention": _attention, "gated_mlp": _gated_mlp, "moe": _moe}
 
 
 def _linear(path: str, name: str, rows: Rows, g: Geometry, bias: bool) -> Iterator[Parameter]:

@@ -150,6 +150,8 @@ def undividable(geometry: Geometry, tp_size: int) -> list[str]:
         obstacles.append(f"{geometry.num_kv_heads} key-value heads")
     if geometry.intermediate_size % tp_size:
         obstacles.append(f"a feed-forward width of {geometry.intermediate_size}")
+    if geometry.num_experts and tp_size > 1:
+        obstacles.append(f"{geometry.num_experts} experts")
     if VOCAB_PADDING % tp_size:
         obstacles.append(f"a vocabulary padded to multiples of {VOCAB_PADDING}")
     return obstacles
@@ -163,6 +165,9 @@ def vocabulary_range(vocab_size: int, rank: int, size: int) -> tuple[int, int, i
 
 
 def _shard(parameter: Parameter, head_dim: int, rank: int, size: int) -> ShardSpec:
+    if parameter.stacked:
+        shape = parameter.shape
+        return ShardSpec(parameter.name, shape, shape, (Slice(0, 0, 0, parameter.stacked),))
     if parameter.parts[0].split == "columns":
         rows, columns = parameter.shape
         mine = columns // size

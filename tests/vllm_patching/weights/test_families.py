@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,19 @@ from vllm_patching.weights.sharding import plan_shards
 
 PLANS = Path(__file__).with_name("plans.json")
 NAMES = [name.removesuffix("ForCausalLM") for name in FAMILIES]
-OPTIONAL = ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings")
+OPTIONAL = (
+    "num_key_value_heads",
+    "head_dim",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+)
 
 
 @st.composite
@@ -53,6 +66,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=None,
+        decoder_sparse_step=draw(st.sampled_from([1, 2])),
+        mlp_only_layers=draw(st.sampled_from([[], [0], [1]])),
         **windowless(family),
     )
     absent = draw(st.sets(st.sampled_from(OPTIONAL)))
@@ -65,7 +80,24 @@ def checkpoint_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     kind = getattr(transformers, architecture)
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(config))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    held = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return dict(tensor for name, shape in held.items() for tensor in stored(name, shape))
+
+
+def stored(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors that transformers stores of a parameter: experts are stored one by one."""
+    path, experts, projection = name.partition(".experts.")
+    if not experts:
+        yield name, shape
+        return
+    count, rows, columns = shape
+    for expert in range(count):
+        own = f"{path}.experts.{expert}"
+        if projection == "down_proj":
+            yield f"{own}.down_proj.weight", (rows, columns)
+        else:
+            yield f"{own}.gate_proj.weight", (rows // 2, columns)
+            yield f"{own}.up_proj.weight", (rows // 2, columns)
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,6 +132,64 @@ def test_mistral_has_as_many_parameters_as_its_page_states(
 ) -> None:
     geometry = geometry_of("Mistral", *sizes, sliding_window=None)
     assert sum(parameter.size for parameter in parameters(geometry).values()) == elements
+
+
+MIXTURE = (3, 64, 80, 4, 2, 16, 97)
+
+
+def test_the_experts_of_a_layer_are_stacked_as_vllm_stacks_them() -> None:
+    geometry = geometry_of("Qwen3Moe", *MIXTURE, mlp_only_layers=[1], moe_intermediate_size=24)
+    assert geometry.sparse_layers == (0, 2)
+    planned = parameters(geometry)
+    fused = planned["model.layers.0.mlp.experts.w13_weight"]
+    assert fused.shape == (4, 48, 64)
+    assert planned["model.layers.0.mlp.experts.w2_weight"].shape == (4, 64, 24)
+    assert planned["model.layers.0.mlp.gate.weight"].shape == (4, 64)
+    assert planned["model.layers.1.mlp.gate_up_proj.weight"].shape == (160, 64)
+    whole = torch.arange(fused.size).view(fused.shape)
+    views = {part.name: part.view(whole) for part in fused.tensors}
+    up = views["model.layers.0.mlp.experts.2.up_proj.weight"]
+    assert torch.equal(up, whole[2, 24:])
+    assert torch.equal(torch.cat(list(views.values())).view(fused.shape), whole)
+
+
+def test_qwen3_30b_a3b_has_as_many_parameters_as_its_page_states() -> None:
+    geometry = geometry_of(
+        "Qwen3Moe",
+        *(48, 2048, 6144, 32, 4, 128, 151936),
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    )
+    planned = parameters(geometry).values()
+    assert sum(one.size for one in planned) == 30_532_122_624
+    # 3.3B: those of the layers' products for one token, the embedding and the output matrix.
+    active = sum(one.multiplied for one in planned) + 2 * 151936 * 2048
+    assert round(active / 1e9, 2) == 3.35
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_the_number_of_experts_has_two_keys(key: str) -> None:
+    config = config_of("Qwen3Moe", *MIXTURE)
+    del config["num_experts"]
+    assert Geometry.from_config(config).num_experts == 128
+    assert Geometry.from_config(config | {key: 6}).num_experts == 6
+    dense = Geometry.from_config(config | {key: 0})
+    assert (dense.num_experts, dense.sparse_layers) == (0, ())
+    assert "model.layers.2.mlp.gate_up_proj.weight" in parameters(dense)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, and a layer has 4 experts"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, and a layer has 4 experts"),
+        ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        geometry_of("Qwen3Moe", *MIXTURE, **keys)
 
 
 def test_gemma_reads_the_older_keys_and_the_newer_ones_alike() -> None:

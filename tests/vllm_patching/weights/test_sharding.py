@@ -12,11 +12,13 @@ from vllm_patching.weights.families import FAMILIES, Geometry, UnsupportedModel
 from vllm_patching.weights.sharding import VOCAB_PADDING, plan_shards
 
 TP_SIZES = (1, 2, 4, 8)
+MIXTURES = {name for name, one in FAMILIES.items() if one.layer[-1].kind == "moe"}
 
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
-    family = draw(st.sampled_from([name.removesuffix("ForCausalLM") for name in FAMILIES]))
+    dense = [name.removesuffix("ForCausalLM") for name in FAMILIES if name not in MIXTURES]
+    family = draw(st.sampled_from(dense))
     return geometry_of(
         family,
         draw(st.integers(1, 2)),
@@ -115,3 +117,12 @@ def test_what_cannot_be_split_is_refused_by_name() -> None:
         plan_shards(geometry, 0, 4)
     with pytest.raises(ValueError, match="tp_rank 2"):
         plan_shards(geometry, 2, 2)
+
+
+def test_a_mixture_is_whole_on_one_rank_and_refused_on_two() -> None:
+    geometry = geometry_of("Qwen3Moe", 1, 8, 8, 2, 1, 4, 10)
+    for spec in plan_shards(geometry, 0, 1):
+        if ".mlp." in spec.name:
+            assert spec.shape == spec.full_shape
+    with pytest.raises(UnsupportedModel, match="4 experts over 2 tensor-parallel ranks"):
+        plan_shards(geometry, 0, 2)
