@@ -11,8 +11,10 @@ full tensor of the same name:
                    are fewer than ranks
     gate_up_proj   [its gate rows; its up rows]
     o_proj, down_proj   a range of columns (their bias, if any, is whole on every rank)
+    w13_weight     of each expert [its gate rows; its up rows]
+    w2_weight      of each expert a range of columns
     embed_tokens, lm_head   a range of rows of the vocabulary, padded to a multiple of 64
-    norms          whole on every rank
+    norms, gate of the experts   whole on every rank
 """
 
 from __future__ import annotations
@@ -104,6 +106,8 @@ def source_slices(shard: ShardSpec | LearnedShard) -> tuple[SourceSlice, ...]:
     """
     if isinstance(shard, LearnedShard):
         return shard.slices
+    if len(shard.slices) > 1 and shard.slices[0].dim:
+        return (_joined(shard),)
     slices = []
     for piece in shard.slices:
         shape = list(shard.shape)
@@ -113,6 +117,25 @@ def source_slices(shard: ShardSpec | LearnedShard) -> tuple[SourceSlice, ...]:
         offset = piece.source_start * steps[piece.dim]
         slices.append(SourceSlice(shard.name, tuple(shape), offset, steps, start))
     return tuple(slices)
+
+
+def _joined(shard: ShardSpec) -> SourceSlice:
+    """Return the slices of the experts' rows as one slice, since none of them is contiguous.
+
+    The slices have equal lengths and distances. Between the experts and their rows, the joined
+    slice has a dimension that counts the slices.
+    """
+    first, second = shard.slices[:2]
+    steps = row_major(shard.full_shape).strides
+    step, length = steps[first.dim], first.length
+    distance = (second.source_start - first.source_start) * step
+    return SourceSlice(
+        shard.name,
+        (*shard.shape[: first.dim], len(shard.slices), length, *shard.shape[first.dim + 1 :]),
+        first.source_start * step,
+        (*steps[: first.dim], distance, step, *steps[first.dim + 1 :]),
+        0,
+    )
 
 
 def sources(shard: ShardSpec | LearnedShard) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -148,10 +171,12 @@ def undividable(geometry: Geometry, tp_size: int) -> list[str]:
         obstacles.append(f"{geometry.num_heads} attention heads")
     if geometry.num_kv_heads % tp_size and tp_size % geometry.num_kv_heads:
         obstacles.append(f"{geometry.num_kv_heads} key-value heads")
-    if geometry.intermediate_size % tp_size:
+    if geometry.intermediate_size % tp_size and len(geometry.sparse_layers) < geometry.num_layers:
         obstacles.append(f"a feed-forward width of {geometry.intermediate_size}")
-    if geometry.num_experts and tp_size > 1:
-        obstacles.append(f"{geometry.num_experts} experts")
+    if geometry.moe_intermediate_size % tp_size:
+        obstacles.append(f"experts with an inner width of {geometry.moe_intermediate_size}")
+    if 0 < geometry.num_experts < tp_size:
+        obstacles.append(f"layers of {geometry.num_experts} experts")
     if VOCAB_PADDING % tp_size:
         obstacles.append(f"a vocabulary padded to multiples of {VOCAB_PADDING}")
     return obstacles
@@ -166,8 +191,7 @@ def vocabulary_range(vocab_size: int, rank: int, size: int) -> tuple[int, int, i
 
 def _shard(parameter: Parameter, head_dim: int, rank: int, size: int) -> ShardSpec:
     if parameter.stacked:
-        shape = parameter.shape
-        return ShardSpec(parameter.name, shape, shape, (Slice(0, 0, 0, parameter.stacked),))
+        return _stacked(parameter, rank, size)
     if parameter.parts[0].split == "columns":
         rows, columns = parameter.shape
         mine = columns // size
@@ -181,6 +205,21 @@ def _shard(parameter: Parameter, head_dim: int, rank: int, size: int) -> ShardSp
         local += held
     shape = (local, *parameter.shape[1:])
     return ShardSpec(parameter.name, shape, parameter.shape, tuple(slices))
+
+
+def _stacked(parameter: Parameter, rank: int, size: int) -> ShardSpec:
+    """Split the inner width of every expert, as vLLM does."""
+    experts, rows, columns = parameter.shape
+    if parameter.parts[0].split == "columns":
+        mine = columns // size
+        own = Slice(2, rank * mine, 0, mine)
+        return ShardSpec(parameter.name, (experts, rows, mine), parameter.shape, (own,))
+    slices, local = [], 0
+    for part in parameter.parts[: len(parameter.parts) // experts]:  # those of the first expert
+        mine = part.shape[0] // size
+        slices.append(Slice(1, part.start + rank * mine, local, mine))
+        local += mine
+    return ShardSpec(parameter.name, (experts, local, columns), parameter.shape, tuple(slices))
 
 
 def _rows(part: Part, head_dim: int, rank: int, size: int) -> tuple[int, int, int]:

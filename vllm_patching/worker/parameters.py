@@ -9,6 +9,7 @@ from vllm_patching.weights.families import Geometry
 from vllm_patching.weights.sharding import plan_shards
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_EXPERTS = ".experts.routed_experts."
 
 
 class LayoutError(RuntimeError):
@@ -16,12 +17,14 @@ class LayoutError(RuntimeError):
 
 
 def own_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the model's parameters, by their names without LoRA's wrappers around layers.
+    """Return the model's parameters, by their names without modules that vLLM puts in between.
 
-    vLLM may list a tied embedding a second time under the head's name.
+    These are LoRA's wrappers around layers, and the module that holds the weights of experts. vLLM
+    may list a tied embedding a second time under the head's name.
     """
     parameters = {
-        name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()
+        name.replace(".base_layer.", ".").replace(_EXPERTS, ".experts."): parameter
+        for name, parameter in model.named_parameters()
     }
     if _OUTPUT in parameters and parameters[_OUTPUT] is parameters.get(_EMBEDDING):
         del parameters[_OUTPUT]

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from example_trainer.errors import ModelError
+from example_trainer.models.shards import Split
+from example_trainer.parallel.tensor import TensorParallelShards
 from tests.geometries import geometry_of, windowless
 from vllm_patching.weights.families import FAMILIES, Geometry, UnsupportedModel
-from vllm_patching.weights.sharding import VOCAB_PADDING, plan_shards
+from vllm_patching.weights.sharding import VOCAB_PADDING, ShardSpec, plan_shards, source_slices
 
 TP_SIZES = (1, 2, 4, 8)
-MIXTURES = {name for name, one in FAMILIES.items() if one.layer[-1].kind == "moe"}
 
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
-    dense = [name.removesuffix("ForCausalLM") for name in FAMILIES if name not in MIXTURES]
-    family = draw(st.sampled_from(dense))
+    family = draw(st.sampled_from([name.removesuffix("ForCausalLM") for name in FAMILIES]))
     return geometry_of(
         family,
         draw(st.integers(1, 2)),
@@ -31,6 +34,10 @@ def geometries(draw: st.DrawFn) -> Geometry:
         tie_word_embeddings=draw(st.booleans()),
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8 * draw(st.integers(1, 2)),
+        decoder_sparse_step=draw(st.integers(1, 2)),
         **windowless(family),
     )
 
@@ -87,6 +94,44 @@ def test_a_rank_holds_whole_heads_in_the_order_q_k_v(geometry: Geometry, tp_size
         assert set(keys) == {query // (g.num_heads // g.num_kv_heads) for query in queries}
 
 
+def mixture(**keys: Any) -> Geometry:
+    """One layer with experts whose inner width is not the dense layers'."""
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return geometry_of("Qwen3Moe", 1, 10, 9, 8, 8, 2, 65, **windowless("Qwen3Moe") | sizes | keys)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_the_slices_of_experts_fill_a_rank_in_the_order_of_its_memory(tp_size: int) -> None:
+    geometry = mixture()
+    experts = "model.layers.0.mlp.experts"
+    for rank in range(tp_size):
+        specs = {spec.name: spec for spec in plan_shards(geometry, rank, tp_size)}
+        mine = slice(rank * 8 // tp_size, (rank + 1) * 8 // tp_size)
+        w13 = distinct((6, 2, 8, 10))
+        expected = w13[:, :, mine].reshape(6, -1, 10)
+        assert_filled(specs[f"{experts}.w13_weight"], w13.view(6, 16, 10), expected)
+        w2 = distinct((6, 10, 8))
+        assert_filled(specs[f"{experts}.w2_weight"], w2, w2[:, :, mine])
+
+
+def assert_filled(spec: ShardSpec, full: torch.Tensor, expected: torch.Tensor) -> None:
+    """One slice has all of the rank's values; its first dimension counts the experts."""
+    (piece,) = source_slices(spec)
+    values = full.contiguous().as_strided(piece.shape, piece.source_strides, piece.source_offset)
+    assert (piece.local_start, piece.shape[0]) == (0, full.shape[0])
+    assert spec.shape == expected.shape
+    assert torch.equal(values.reshape(spec.shape), expected)
+
+
+def test_what_experts_cannot_be_split_over_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="6 experts over 8 tensor-parallel ranks"):
+        plan_shards(mixture(), 0, 8)
+    with pytest.raises(UnsupportedModel, match="split experts with an inner width of 5 over 2 "):
+        plan_shards(mixture(moe_intermediate_size=5), 0, 2)
+    with pytest.raises(UnsupportedModel, match="split a feed-forward width of 9 over 2 "):
+        plan_shards(mixture(mlp_only_layers=[0]), 0, 2)
+
+
 def test_the_vocabulary_is_padded_before_it_is_split() -> None:
     geometry = geometry_of("Qwen2", 1, 8, 8, 8, 8, 2, 65)
     rows = [
@@ -119,10 +164,7 @@ def test_what_cannot_be_split_is_refused_by_name() -> None:
         plan_shards(geometry, 2, 2)
 
 
-def test_a_mixture_is_whole_on_one_rank_and_refused_on_two() -> None:
-    geometry = geometry_of("Qwen3Moe", 1, 8, 8, 2, 1, 4, 10)
-    for spec in plan_shards(geometry, 0, 1):
-        if ".mlp." in spec.name:
-            assert spec.shape == spec.full_shape
-    with pytest.raises(UnsupportedModel, match="4 experts over 2 tensor-parallel ranks"):
-        plan_shards(geometry, 0, 2)
+def test_a_trainer_refuses_to_split_experts_over_tensor_parallel_ranks() -> None:
+    with pytest.raises(ModelError, match="2 tensor-parallel trainer ranks cannot split 6 experts"):
+        TensorParallelShards(mixture(), Split(0, 2, None))
+    assert TensorParallelShards(mixture(), Split(0, 1, None)).kinds

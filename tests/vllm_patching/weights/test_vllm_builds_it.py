@@ -19,8 +19,7 @@ pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parents[3]
 DEGREES = (1, 2, 4)
-DENSE = [name for name, family in FAMILIES.items() if family.layer[-1].kind != "moe"]
-CASES: dict[str, dict[str, Any]] = {name.removesuffix("ForCausalLM"): {} for name in DENSE} | {
+CASES: dict[str, dict[str, Any]] = {name.removesuffix("ForCausalLM"): {} for name in FAMILIES} | {
     "Qwen3 with biases": {"attention_bias": True},
     "Llama with biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
 }
@@ -29,9 +28,10 @@ BUILD = """
 import json, sys
 import torch
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models import ModelRegistry
+from vllm_patching.worker.parameters import own_parameters
 
 shapes = {}
 for architecture in json.loads(sys.argv[3]):
@@ -44,6 +44,10 @@ for name, folder in json.loads(sys.argv[1]).items():
         if not torch.distributed.is_initialized():
             init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
             initialize_model_parallel(1, 1)
+            if parallel_state._EP is None:  # made only if the first model has experts
+                parallel_state._EP = parallel_state.init_model_parallel_group(
+                    [[0]], 0, "gloo", group_name="ep"
+                )
         group = get_tp_group()
         for degree in json.loads(sys.argv[2]):
             # Layers read only these two to choose their shapes.
@@ -52,7 +56,8 @@ for name, folder in json.loads(sys.argv[1]).items():
             config.compilation_config.static_forward_context.clear()
             with torch.device("meta"):
                 model = make(vllm_config=config, prefix="")
-            shapes[f"{name} {degree}"] = {n: list(p.shape) for n, p in model.named_parameters()}
+            held = own_parameters(model)
+            shapes[f"{name} {degree}"] = {n: list(p.shape) for n, p in held.items()}
         group.world_size, group.rank_in_group = 1, 0
 print(json.dumps(shapes))
 """

@@ -67,3 +67,24 @@ def test_wrapped_layers_and_a_tied_head_have_the_plans_names() -> None:
     model.lm_head.weight = nn.Parameter(torch.zeros(128, 12))
     with pytest.raises(LayoutError, match=r"lm_head\.weight is in vLLM but not planned"):
         build_manifest(geometry, own_parameters(model), 0, 1)
+
+
+def test_the_module_of_experts_weights_is_not_in_their_names() -> None:
+    geometry = geometry_of(
+        "Qwen3Moe",
+        1,
+        12,
+        8,
+        4,
+        2,
+        3,
+        70,
+        num_experts=4,
+        moe_intermediate_size=6,
+        num_experts_per_tok=2,
+    )
+    built = {
+        name.replace(".experts.", ".experts.base_layer.routed_experts."): parameter.data
+        for name, parameter in parameters_of(geometry).items()
+    }
+    assert build_manifest(geometry, own_parameters(module_of(built)), 0, 1).entries
