@@ -156,11 +156,23 @@ def prepare_environment(args: argparse.Namespace, shared: bool) -> None:
     if current_platform.is_cpu():
         _cpu_defaults(args)
         return
+    if shared or args.deterministic:
+        keep_experts_plain(args)
     if shared and args.tensor_parallel_size > 1:
         # Seen to end in illegal memory accesses on virtual machines; NCCL's own all-reduce is used
         # instead.
         os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
     avoid_multicast(args)
+
+
+def keep_experts_plain(args: argparse.Namespace) -> None:
+    """Choose vLLM's Triton kernels for experts, unless --moe-backend names others.
+
+    They take weights as they are loaded. FlashInfer's swap, pad or reorder them first, and vLLM
+    prefers those on Blackwell GPUs.
+    """
+    if args.moe_backend == "auto":
+        args.moe_backend = "triton"
 
 
 def avoid_multicast(args: argparse.Namespace) -> None:

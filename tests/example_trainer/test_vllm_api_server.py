@@ -14,7 +14,12 @@ from typing import NoReturn
 
 import pytest
 
-from example_trainer.vllm_api_server import MULTICAST_OFF, _cpu_defaults, avoid_multicast
+from example_trainer.vllm_api_server import (
+    MULTICAST_OFF,
+    _cpu_defaults,
+    avoid_multicast,
+    keep_experts_plain,
+)
 from tests.forked_commands import run_command
 from vllm_patching.server import flags as server_flags
 from vllm_patching.server.flags import parse_arguments
@@ -220,6 +225,16 @@ def test_without_multicast_it_is_as_with_the_flags_by_hand(monkeypatch: pytest.M
     args = parse_arguments(ranks)
     avoid_multicast(args)
     assert vars(args) == vars(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kernels"),
+    [([], "triton"), (["--moe-backend", "flashinfer-trtllm"], "flashinfer_trtllm")],
+)
+def test_experts_have_kernels_that_take_them_as_loaded(flags: list[str], kernels: str) -> None:
+    args = parse_arguments(["--model", "x", *flags])
+    keep_experts_plain(args)
+    assert args.moe_backend == kernels
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,12 @@ _learned: WeakKeyDictionary[nn.Module, _Learned] = WeakKeyDictionary()
 def learn_while_loading(model: nn.Module, model_config: Any) -> Iterator[None]:
     """Learn the layout of a model without a row in the table, around vLLM's processing of it.
 
-    See compat.model_loading.watch_processing.
+    The layout of a mixture of experts with a row is planned, and checked here: some of vLLM's
+    kernels swap, pad or pack the weights of experts. See compat.model_loading.watch_processing.
     """
     if is_planned(model_config.hf_config):
-        yield
+        with _experts_unmoved(model, model_config.hf_config):
+            yield
         return
     _learned[model] = found = _Learned()
     name = _name(model_config.hf_config)
@@ -112,6 +114,31 @@ def learn_while_loading(model: nn.Module, model_config: Any) -> Iterator[None]:
     )
 
 
+@contextmanager
+def _experts_unmoved(model: nn.Module, config: Any) -> Iterator[None]:
+    """Check that vLLM's processing leaves a planned mixture of experts as it was loaded."""
+    layers = Geometry.from_config(config.to_dict()).sparse_layers
+    if not layers:
+        yield
+        return
+    weights = ProcessedWeights(model)
+    yield
+    found = _learned[model] = _Learned()
+    changed = weights.changed(weights.sums)
+    if changed:
+        found.reason = (
+            f"vLLM stores {len(changed)} parameters otherwise than it loads them "
+            f"({_some(changed)}); start the server with --moe-backend triton, whose kernels "
+            "take them as they are loaded"
+        )
+        return
+    logger.info(
+        "[vLLM Patch] Experts of %d layers of %s are stored as they are loaded",
+        len(layers),
+        _name(config),
+    )
+
+
 def _unmoved(layout: LearnedLayout, weights: ProcessedWeights) -> Mapping[str, nn.Module]:
     """Return the tensors that vLLM has derived from parameters that it left as they were loaded.
 
@@ -146,12 +173,14 @@ def layout_of(model: nn.Module, config: Any, rank: int, size: int) -> ModelLayou
         LayoutError: updates cannot be written into this model.
     """
     parameters = own_parameters(model)
-    if is_planned(config):
-        manifest = build_manifest(Geometry.from_config(config.to_dict()), parameters, rank, size)
-        return ModelLayout(manifest, parameters)
     found = _learned.get(model) or _Learned(
         reason="vLLM's loader was not seen; start the server with --load-format auto"
     )
+    if is_planned(config):
+        geometry = Geometry.from_config(config.to_dict())
+        if geometry.sparse_layers and found.reason:
+            raise LayoutError(f"{_name(config)} cannot be updated: {found.reason}")
+        return ModelLayout(build_manifest(geometry, parameters, rank, size), parameters)
     if found.reloaded is not None:
         tensors: Mapping[str, torch.Tensor] = found.reloaded.tensors
         shards: Sequence[LearnedShard] = found.reloaded.shards()

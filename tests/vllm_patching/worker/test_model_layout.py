@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.fleet_server import module_of
+from tests.geometries import config_of
+from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.sharding import plan_shards
 from vllm_patching.worker.model_layout import layout_of, learn_while_loading
 from vllm_patching.worker.parameters import LayoutError
 
@@ -172,3 +177,57 @@ def test_a_stored_dtype_that_is_quantised_is_refused(tmp_path: Path) -> None:
 def test_a_loader_that_was_not_seen_is_named() -> None:
     with pytest.raises(LayoutError, match="start the server with --load-format auto"):
         layout_of(Model(), CONFIG, 0, 1)
+
+
+MIXTURE = config_of("Qwen3Moe", 2, 8, 6, 4, 2, 2, 70, mlp_only_layers=[0])
+
+
+def mixture_of_experts(
+    process: Callable[[nn.Module], object],
+) -> tuple[nn.Module, SimpleNamespace]:
+    """Random weights under vLLM's names, as vLLM has processed them, and the configuration."""
+    config = SimpleNamespace(architectures=MIXTURE["architectures"], to_dict=lambda: MIXTURE)
+    plan = plan_shards(Geometry.from_config(MIXTURE), 0, 1)
+    model = module_of(
+        {
+            spec.name.replace(".experts.", ".experts.routed_experts."): torch.randn(spec.shape)
+            for spec in plan
+        }
+    )
+    with learn_while_loading(model, SimpleNamespace(hf_config=config)):
+        process(model)
+    return model, config
+
+
+def swap_halves(model: nn.Module) -> None:
+    """Exchange gate and up, as FlashInfer's kernels want them."""
+    weight = model.get_parameter("model.layers.1.mlp.experts.routed_experts.w13_weight")
+    weight.data = weight.data.roll(6, dims=1)
+
+
+def test_experts_that_vllm_leaves_alone_are_planned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        model, config = mixture_of_experts(lambda _: None)
+    assert "Experts of 1 layers of Qwen3MoeForCausalLM are stored as they are" in caplog.text
+    layout = layout_of(model, config, 0, 1)
+    assert layout.recompute is None
+    experts = "model.layers.1.mlp.experts"
+    held = model.get_parameter(f"{experts}.routed_experts.w2_weight")
+    assert layout.tensors[f"{experts}.w2_weight"] is held
+
+
+def test_experts_that_vllm_swaps_are_refused_with_the_kernels_that_do_not() -> None:
+    model, config = mixture_of_experts(swap_halves)
+    with pytest.raises(
+        LayoutError,
+        match=r"^Qwen3MoeForCausalLM cannot be updated: vLLM stores 1 parameters otherwise than "
+        r"it loads them \(model.layers.1.mlp.experts.w13_weight\); start the server with "
+        "--moe-backend triton, ",
+    ):
+        layout_of(model, config, 0, 1)
+
+
+def test_experts_whose_loader_was_not_seen_are_refused() -> None:
+    model, config = mixture_of_experts(lambda _: None)
+    with pytest.raises(LayoutError, match="start the server with --load-format auto"):
+        layout_of(copy.deepcopy(model), config, 0, 1)
