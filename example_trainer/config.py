@@ -158,6 +158,23 @@ class ParallelOptions(Section):
         raise ValueError("give auto or a number from 1")
 
 
+class MixtureOptions(Section):
+    """Mixtures of experts"""
+
+    router_balance_coef: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of the load balance loss of each layer's router (Switch Transformer); costs one more forward pass",
+    )
+    router_z_coef: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of the z-loss of each layer's router (ST-MoE)",
+    )
+
+
 class OptimizerOptions(Section):
     """Optimizer"""
 
@@ -741,8 +758,8 @@ class ReferenceWorkerOptions(Section):
 
 
 class TrainerConfig(
-    ModelOptions, LoraOptions, ParallelOptions, RolloutOptions, BatchOptions, AlgorithmOptions, CorrectionOptions,
-    LengthOptions, DistillationOptions, OptimizerOptions, BridgeOptions, CheckpointOptions, OutputOptions,
+    ModelOptions, LoraOptions, ParallelOptions, MixtureOptions, RolloutOptions, BatchOptions, AlgorithmOptions,
+    CorrectionOptions, LengthOptions, DistillationOptions, OptimizerOptions, BridgeOptions, CheckpointOptions, OutputOptions,
 ):  # fmt: skip
     """Options of `grpo.py`.
 

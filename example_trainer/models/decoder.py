@@ -23,6 +23,7 @@ from example_trainer.errors import ModelError
 from example_trainer.models.head import chosen_logprobs_of, default_chunk
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
+from example_trainer.models.router import Routers
 from example_trainer.models.shards import Shards, Split, Sums, Total, summed, wide
 from vllm_patching.weights.families import Geometry, parameters
 from vllm_patching.weights.sharding import plan_shards
@@ -35,11 +36,13 @@ class Arithmetic:
         ops: the operations.
         sums: where the backward pass adds the gradients; None: autograd leaves them at the
             parameters.
+        routers: of a mixture of experts; None for another model.
     """
 
     def __init__(self, ops: Operations) -> None:
         self.ops = ops
         self.sums: Sums | None = None
+        self.routers: Routers | None = None
 
     def total(self, parameter: Tensor | None, as_head_of_tied: bool = False) -> Total | None:
         """Where a parameter's gradient is summed; None: autograd's own way."""
