@@ -920,10 +920,16 @@ class TrainerConfig(
         )
 
     def _determinism_rules(self) -> Iterable[tuple[bool, str]]:
+        mode = self.weight_bridge_mode
         yield (
-            self.deterministic and self.weight_bridge_mode != "shared_vllm",
-            f"--deterministic needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}: in the other "
-            "modes vLLM does not hold the trainer's weights, bit for bit, at every step",
+            self.deterministic and mode == "none",
+            "--deterministic needs --weight-bridge-mode shared_vllm or parameter_server, and it is 'none': vLLM "
+            "would load rounded checkpoints in place of the trainer's weights; give one of them",
+        )
+        yield (
+            self.deterministic and mode == "lora_only",
+            "--deterministic excludes --weight-bridge-mode lora_only: vLLM's kernels for adapters have no "
+            "counterpart in the trainer; train the whole model with --weight-bridge-mode shared_vllm",
         )
         yield (
             self.deterministic and self.temperature != 1.0,
