@@ -13,7 +13,9 @@ operations (`models/ops`).
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +25,36 @@ from example_trainer.errors import ModelError
 from example_trainer.models.head import chosen_logprobs_of, default_chunk
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
-from example_trainer.models.router import Routers
 from example_trainer.models.shards import Shards, Split, Sums, Total, summed, wide
 from vllm_patching.weights.families import Geometry, parameters
 from vllm_patching.weights.sharding import plan_shards
+
+Routed = tuple[Tensor, Tensor]
+"""The weights and the numbers of each token's experts; see `Operations.route`."""
+
+
+class Routing(Protocol):
+    """A function that chooses the experts of a layer, in place of the plain choice.
+
+    Gradient checkpointing calls it again in the backward pass, with the same arguments.
+    """
+
+    def __call__(self, layer: int, logits: Tensor, packing: Packing, choose: Choose) -> Routed:
+        """Return weights and experts.
+
+        Args:
+            layer: its number.
+            logits: [tokens, experts] of its router, in the model's dtype.
+            packing: of the tokens.
+            choose: the plain choice.
+        """
+
+
+class Choose(Protocol):
+    """`Operations.route` with the model's number of choices."""
+
+    def __call__(self, logits: Tensor, *, chosen: Tensor | None = None) -> Routed:
+        """Return weights and experts; see `Operations.route`."""
 
 
 class Arithmetic:
@@ -36,13 +64,13 @@ class Arithmetic:
         ops: the operations.
         sums: where the backward pass adds the gradients; None: autograd leaves them at the
             parameters.
-        routers: of a mixture of experts; None for another model.
+        routing: reads or changes how the experts of each layer are chosen; None: nothing does.
     """
 
     def __init__(self, ops: Operations) -> None:
         self.ops = ops
         self.sums: Sums | None = None
-        self.routers: Routers | None = None
+        self.routing: Routing | None = None
 
     def total(self, parameter: Tensor | None, as_head_of_tied: bool = False) -> Total | None:
         """Where a parameter's gradient is summed; None: autograd's own way."""
@@ -271,7 +299,55 @@ class GatedMLP(nn.Module):
         return y
 
 
-_BLOCKS: dict[str, type[Attention | GatedMLP]] = {"attention": Attention, "gated_mlp": GatedMLP}
+class Experts(nn.Module):
+    """The matrices of a layer's experts, stacked."""
+
+    def __init__(self, path: str, blueprint: Blueprint) -> None:
+        super().__init__()
+        self.arithmetic = blueprint.arithmetic
+        self.w13_weight = blueprint.parameter(f"{path}.w13_weight")
+        self.w2_weight = blueprint.parameter(f"{path}.w2_weight")
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, packing: Packing) -> Tensor:
+        """Return the weighted sum of the chosen experts; see `Operations.experts`."""
+        ops, total = self.arithmetic.ops, self.arithmetic.total
+        totals = total(self.w13_weight), total(self.w2_weight)
+        return ops.experts(x, weights, chosen, self.w13_weight, self.w2_weight, packing, totals)
+
+
+class Mixture(nn.Module):
+    """A router and its experts, of whom a few compute each token (arXiv:1701.06538).
+
+    The inner width of each expert is split over ranks; each rank has the whole router.
+    """
+
+    def __init__(self, path: str, blueprint: Blueprint, window: int | None) -> None:
+        super().__init__()
+        self.geometry, self.split = blueprint.geometry, blueprint.split
+        self.arithmetic = blueprint.arithmetic
+        self.layer = int(path.split(".")[2])
+        self.gate = blueprint.linear(f"{path}.gate")
+        self.experts = Experts(f"{path}.experts", blueprint)
+
+    def forward(self, x: Tensor, packing: Packing, rotary: Tensor) -> Tensor:
+        g, arithmetic = self.geometry, self.arithmetic
+        x = self.split.enter(x)
+        logits = self.gate(x, packing)
+        choose: Choose = partial(
+            arithmetic.ops.route, count=g.experts_per_token, renormalised=g.norm_topk_prob
+        )
+        if arithmetic.routing is None:
+            weights, chosen = choose(logits)
+        else:
+            weights, chosen = arithmetic.routing(self.layer, logits, packing, choose)
+        return self.split.leave(self.experts(x, weights, chosen, packing))
+
+
+_BLOCKS: dict[str, type[Attention | GatedMLP | Mixture]] = {
+    "attention": Attention,
+    "gated_mlp": GatedMLP,
+    "moe": Mixture,
+}
 
 
 class Layer(nn.Module):
@@ -281,7 +357,7 @@ class Layer(nn.Module):
         super().__init__()
         path, self.window = f"model.layers.{number}", blueprint.geometry.window(number)
         family = blueprint.geometry.family
-        self.blocks = family.layer
+        self.blocks = blueprint.geometry.blocks(number)
         for block in self.blocks:
             module = _BLOCKS[block.kind](f"{path}.{block.name}", blueprint, self.window)
             self.add_module(block.name, module)

@@ -77,6 +77,50 @@ def _combine_chunks(maxima, sums, out, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
     tl.store(out + row, peak + tl.log(tl.sum(total * tl.exp(highest - peak), axis=0)))
 
 
+@triton.jit
+def _route(  # type: ignore[no-untyped-def]
+    logits, weights, chosen, stride, EXPERTS: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, RENORMALISED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    live = column < EXPERTS
+    values = tl.load(logits + row * stride + column, mask=live, other=-float("inf")).to(tl.float32)
+    grown = tl.exp(values - tl.max(values, axis=0))
+    chances = tl.where(live, grown / tl.sum(grown, axis=0), -1.0)
+    found = tl.zeros((SLOTS,), dtype=tl.float32)
+    numbers = tl.zeros((SLOTS,), dtype=tl.int64)
+    total = 0.0
+    for turn in range(COUNT):
+        best = tl.max(chances, axis=0)
+        number = tl.min(tl.where(chances == best, column, BLOCK), axis=0)
+        # A row of NaN has no best one, and its number must still be an expert's.
+        number = tl.minimum(number, EXPERTS - 1)
+        found = tl.where(slot == turn, best, found)
+        numbers = tl.where(slot == turn, number.to(tl.int64), numbers)
+        chances = tl.where(column == number, -1.0, chances)
+        total += best
+    if RENORMALISED:
+        found = found / total
+    tl.store(weights + row * COUNT + slot, found, mask=slot < COUNT)
+    tl.store(chosen + row * COUNT + slot, numbers, mask=slot < COUNT)
+
+
+@triton.jit
+def _weighted_sum(  # type: ignore[no-untyped-def]
+    rows, places, weights, out, width, COUNT: tl.constexpr, SIZE: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    live = column < width
+    total = tl.zeros((SIZE,), dtype=tl.float32)
+    for slot in range(COUNT):
+        place = tl.load(places + token * COUNT + slot)
+        value = tl.load(rows + place * width + column, mask=live, other=0.0).to(tl.float32)
+        total += tl.load(weights + token * COUNT + slot) * value
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=live)
+
+
 def source_hash() -> str:
     """Hash of this file: two sides with the same hash and the same Triton run the same norm."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
@@ -140,6 +184,44 @@ def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
         _combine_chunks[(rows,)](
             maxima, sums, out, CHUNKS=chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1
         )
+    return out
+
+
+def route(
+    logits: torch.Tensor, count: int, renormalised: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.route."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    tokens, experts = logits.shape
+    weights = torch.empty(tokens, count, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(tokens, count, dtype=torch.int64, device=logits.device)
+    if tokens:
+        with torch.cuda.device_of(logits):
+            _route[(tokens,)](
+                logits,
+                weights,
+                chosen,
+                logits.stride(0),
+                EXPERTS=experts,
+                COUNT=count,
+                BLOCK=triton.next_power_of_2(experts),
+                SLOTS=triton.next_power_of_2(count),
+                RENORMALISED=renormalised,
+                num_warps=1,
+            )
+    return weights, chosen
+
+
+def weighted_sum(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """See ops.weighted_sum."""
+    rows, weights = rows.contiguous(), weights.contiguous()
+    (tokens, count), width = weights.shape, rows.shape[1]
+    out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
+    if tokens:
+        with torch.cuda.device_of(rows):
+            _weighted_sum[(tokens, triton.cdiv(width, 1024))](
+                rows, places, weights, out, width, COUNT=count, SIZE=1024, num_warps=4
+            )
     return out
 
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +31,7 @@ __all__ = [
     "attention_scale",
     "attention_varlen",
     "chosen_logprobs",
+    "experts",
     "fused_add_rms_norm",
     "linear",
     "log_softmax",
@@ -37,6 +40,7 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "rotary_table",
+    "route",
     "settings",
     "silu_and_mul",
     "token_logprobs",
@@ -156,6 +160,140 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
     torch.ops._C.silu_and_mul(out, x)
     return out
+
+
+def route(
+    logits: torch.Tensor, count: int, renormalised: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the `count` most likely experts of each token; of equal ones the lower numbers.
+
+    Args:
+        logits: [tokens, experts].
+        renormalised: a token's weights are divided by their sum.
+
+    Returns:
+        (weights [tokens, count] float32, experts [tokens, count] int64), the most likely first.
+    """
+    if not logits.is_cuda:
+        return reference.route(logits, count, renormalised)
+    weights, chosen = _kernels().route(logits, count, renormalised)
+    return weights, chosen
+
+
+class Assigned(NamedTuple):
+    """The rows of all experts, one expert after the other, each in the order of the tokens.
+
+    Attributes:
+        order: [rows] int64, token · count + slot of each row.
+        places: [tokens · count] int64, the row of each token's slot.
+        ends: [experts] int32, one past the last row of each.
+    """
+
+    order: torch.Tensor
+    places: torch.Tensor
+    ends: torch.Tensor
+
+
+def assign(chosen: torch.Tensor, experts: int) -> Assigned:
+    """Sort the choices [tokens, count] by expert. Everything stays on the device."""
+    ranked, order = chosen.reshape(-1).sort(stable=True)
+    numbers = torch.arange(max(experts, len(order)), device=chosen.device)
+    places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
+    ends = torch.searchsorted(ranked, numbers[:experts], right=True, out_int32=True)
+    return Assigned(order, places, ends)
+
+
+def expert_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The product of each row with its expert's matrix: [rows, out].
+
+    Args:
+        rows: [rows, in], sorted by expert; ends: see Assigned.
+        weight: [experts, out, in].
+    """
+    if not rows.is_cuda:
+        return reference.expert_linear(rows, weight, ends)
+    return grouped_product(rows, weight, ends)
+
+
+def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """See expert_linear. PyTorch's grouped product; a row's bits do not depend on its neighbours'.
+
+    Raises:
+        ValueError: the rows are too narrow for the kernel's alignment.
+    """
+    if weight.shape[1] * weight.itemsize % 16 or weight.shape[2] * weight.itemsize % 16:
+        raise ValueError(
+            f"experts' matrices {list(weight.shape[1:])} in {weight.dtype}: PyTorch's grouped "
+            "product needs both sizes to be multiples of 16 bytes; take a model of such sizes"
+        )
+    product = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    result: torch.Tensor = product(rows, weight.transpose(1, 2), offs=ends)
+    return result
+
+
+def weighted_sum(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Σ over slots of weights[token, slot] · rows[places[token, slot]], slot after slot in float32.
+
+    Args:
+        rows: [rows, dim]; places: see Assigned.
+        weights: [tokens, count] float32.
+
+    Returns:
+        [tokens, dim], rounded once to the dtype of the rows.
+    """
+    if not rows.is_cuda:
+        return reference.weighted_sum(rows, places, weights)
+    summed: torch.Tensor = _kernels().weighted_sum(rows, places, weights)
+    return summed
+
+
+class Mixed(NamedTuple):
+    """Outputs of the experts [tokens, dim], and what a backward pass needs of the way there.
+
+    Attributes:
+        inner: [rows, 2 · inner], the gate's and the up projection's outputs.
+    """
+
+    output: torch.Tensor
+    inner: torch.Tensor
+    assigned: Assigned
+
+
+def experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of the gated MLPs that were chosen for each token: [tokens, dim].
+
+    A token's slots are added in their order in float32, and the sum is rounded once. It waits for
+    nothing on the host.
+
+    Args:
+        x: [tokens, dim].
+        weights, chosen: see `route`.
+        w13: [experts, 2 · inner, dim], the gate in the first half of each expert's rows.
+        w2: [experts, dim, inner].
+    """
+    return mix(x, weights, chosen, w13, w2, silu_and_mul).output
+
+
+def mix(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    gated: Callable[[torch.Tensor], torch.Tensor],
+) -> Mixed:
+    """See `experts`; `gated` is `silu_and_mul` or another kernel for it."""
+    assigned = assign(chosen, w13.shape[0])
+    rows = x.index_select(0, assigned.order // chosen.shape[1])
+    inner = expert_linear(rows, w13, assigned.ends)
+    outputs = expert_linear(gated(inner), w2, assigned.ends)
+    return Mixed(weighted_sum(outputs, assigned.places, weights), inner, assigned)
 
 
 def attention_varlen(

@@ -69,6 +69,41 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
+def route(
+    logits: torch.Tensor, count: int, renormalised: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.route."""
+    chances = torch.softmax(_wide(logits.contiguous()), dim=-1)
+    chosen = chances.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    weights = chances.gather(1, chosen)
+    if renormalised:
+        total = weights[:, 0].clone()
+        for slot in range(1, count):
+            total += weights[:, slot]
+        weights = weights / total[:, None]
+    return weights, chosen.contiguous()
+
+
+def expert_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """See ops.expert_linear."""
+    out = rows.new_empty(rows.shape[0], weight.shape[1])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            out[start:end] = linear(rows[start:end], weight[expert].contiguous())
+        start = end
+    return out
+
+
+def weighted_sum(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """See ops.weighted_sum."""
+    slots = _wide(rows[places]).unflatten(0, weights.shape)
+    total = slots[:, 0] * weights[:, :1]
+    for slot in range(1, weights.shape[1]):
+        total += slots[:, slot] * weights[:, slot : slot + 1]
+    return total.to(rows.dtype)
+
+
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -312,11 +312,7 @@ def _add_engine_routes(router: APIRouter, service: LockstepService) -> None:
                 404,
                 "this server is not in deterministic mode: stop it, and start it with --deterministic",
             )
-        trainer = service.bridge and service.bridge.trainer_kernels
-        version, _ = service.weights()
-        return JSONResponse(
-            {**service.deterministic, "trainer": trainer, "weight_version": version}
-        )
+        return JSONResponse(service.deterministic)
 
     @router.get("/sampling")
     async def sampling() -> JSONResponse:

@@ -21,7 +21,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from example_trainer.models.head import check_temperature
-from example_trainer.models.ops import fast_attention, fast_kernels
+from example_trainer.models.ops import (
+    fast_attention,
+    fast_kernels,
+    mixture,
+    reference,
+    triton_gradients,
+)
+from example_trainer.models.ops.mixture import route
 from example_trainer.models.ops.reference import gelu_and_mul, rotary_table
 from example_trainer.models.ops.triton_gradients import logit_gradient, silu_and_mul_gradient
 from example_trainer.models.packing import Packing
@@ -33,11 +40,13 @@ __all__ = [
     "attention",
     "chosen_logprobs",
     "embedding",
+    "experts",
     "gelu_and_mul",
     "heads",
     "linear",
     "rms_norm",
     "rotary_table",
+    "route",
     "rows",
     "silu_and_mul",
 ]
@@ -302,6 +311,35 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """See Operations.silu_and_mul."""
     y: Tensor = _SiluAndMul.apply(x.contiguous())
     return y
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    packing: Packing | None = None,
+    totals: tuple[Total | None, Total | None] = (None, None),
+) -> Tensor:
+    """See Operations.experts. By PyTorch's grouped product where it has a kernel, which is from
+    Hopper on and for sizes that are multiples of 8; else one expert after the other.
+    """
+    aligned = all(size % 8 == 0 for size in down.shape[1:])
+    if torch.cuda.get_device_capability(x.device)[0] < 9 or not aligned:
+        return reference.experts(x, weights, chosen, gate_up, down, packing, totals)
+    begins = torch.tensor([0, len(x)]).pin_memory().to(x.device, non_blocking=True)
+    return mixture.experts(
+        x,
+        weights,
+        chosen,
+        gate_up,
+        down,
+        begins,
+        totals,
+        fast_kernels.silu_and_mul,
+        triton_gradients,
+    )
 
 
 class _Embedding(torch.autograd.Function):

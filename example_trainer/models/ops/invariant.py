@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from example_trainer.errors import ModelError
 from example_trainer.models.head import check_temperature
-from example_trainer.models.ops import torch_gradients
+from example_trainer.models.ops import mixture, torch_gradients
 from example_trainer.models.packing import TILE, Packing
 from example_trainer.models.shards import Total, deliver
 from vllm_patching.batch_invariant import ops
@@ -209,6 +209,29 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def gelu_and_mul(x: Tensor) -> Tensor:
     """See Operations.gelu_and_mul."""
     raise ValueError("the invariant operations have no gelu_and_mul; use another table")
+
+
+def route(
+    logits: Tensor, count: int, renormalised: bool, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See Operations.route."""
+    return mixture.route(logits, count, renormalised, chosen)
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    packing: Packing | None = None,
+    totals: tuple[Total | None, Total | None] = (None, None),
+) -> Tensor:
+    """See Operations.experts. An expert's gradient is summed in the order of the tokens."""
+    begins = (packing or Packing([len(x)], x.device)).cu_seqlens
+    return mixture.experts(
+        x, weights, chosen, gate_up, down, begins, totals, ops.silu_and_mul, gradients_for(x)
+    )
 
 
 class _Rotary(torch.autograd.Function):

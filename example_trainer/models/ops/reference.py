@@ -262,6 +262,52 @@ def gelu_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def route(
+    logits: Tensor, count: int, renormalised: bool, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See Operations.route."""
+    chances = wide(logits).softmax(-1)
+    if chosen is None:
+        ranked = chances.detach().sort(dim=-1, descending=True, stable=True).indices
+        chosen = ranked[:, :count]
+    weights = chances.gather(1, chosen)
+    if renormalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    packing: Packing | None = None,
+    totals: tuple[Total | None, Total | None] = (None, None),
+) -> Tensor:
+    """See Operations.experts. One expert after the other; the host waits for their loads."""
+    count = chosen.shape[1]
+    order = chosen.flatten().sort(stable=True).indices
+    loads = chosen.flatten().bincount(minlength=len(gate_up)).tolist()
+    pieces = x.index_select(0, order // count).split(loads)
+    outputs = []
+    # unbind, and not one index each: the backward pass of each would fill a tensor of all experts.
+    for expert, matrices in enumerate(zip(gate_up.unbind(), down.unbind(), strict=True)):
+        if loads[expert]:
+            own = [_total_of_expert(total, expert) for total in totals]
+            inner = silu_and_mul(linear(pieces[expert], matrices[0], total=own[0]))
+            outputs.append(linear(inner, matrices[1], total=own[1]))
+    slots = torch.cat(outputs).index_select(0, order.argsort()).unflatten(0, (-1, count))
+    added = wide(slots[:, 0]) * weights[:, :1]
+    for slot in range(1, count):
+        added = added + wide(slots[:, slot]) * weights[:, slot : slot + 1]
+    return added.to(x.dtype)
+
+
+def _total_of_expert(total: Total | None, expert: int) -> Total | None:
+    return None if total is None else lambda: total()[expert]
+
+
 def rows(x: Tensor, rows: Tensor) -> Tensor:
     """See Operations.rows."""
     return x.index_select(0, rows)

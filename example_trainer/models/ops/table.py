@@ -128,6 +128,43 @@ class Operations(Protocol):
             ValueError: this table has none.
         """
 
+    def route(
+        self, logits: Tensor, count: int, renormalised: bool, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token by logits [tokens, experts]: the most likely ones.
+
+        Args:
+            count: experts of a token. Of equally likely ones the lower numbers are chosen.
+            renormalised: a token's weights are divided by their sum.
+            chosen: [tokens, count] int64, experts to take instead of the most likely ones.
+
+        Returns:
+            Their weights, the softmax of the logits in float32 at the chosen experts, [tokens,
+            count], differentiable; their numbers, [tokens, count] int64, the most likely first.
+        """
+
+    def experts(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        packing: Packing | None = None,
+        totals: tuple[Total | None, Total | None] = (None, None),
+    ) -> Tensor:
+        """The weighted sum of the gated MLPs that were chosen for each token: [tokens, width].
+
+        A token's outputs are added in float32 in the order of its choices, and rounded once.
+
+        Args:
+            x: [tokens, width].
+            weights, chosen: see `route`.
+            gate_up: [experts, 2 · inner, width], the gate in the first half of an expert's rows.
+            down: [experts, width, inner].
+            totals: of gate_up and down.
+        """
+
     def rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """x[rows] of x [tokens, width]; a row may be chosen several times only where spans continue
         others.

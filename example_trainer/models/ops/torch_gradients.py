@@ -8,6 +8,8 @@ also look at how memory is aligned.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -70,6 +72,41 @@ def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return torch.cat(
         (slope * up * chance * (1 + gate * (1 - chance)), slope * gate * chance), dim=-1
     ).to(x.dtype)
+
+
+def expert_gradient(slope: Tensor, inner: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of rows of experts behind the down projection.
+
+    Args:
+        slope: [rows, width], the gradient of a token's output through the down projection, without
+            the row's weight.
+        inner: [rows, 2 · width], outputs of gate and up projection.
+        weights: [rows], of the expert in its token's sum.
+
+    Returns:
+        The gradient of `inner`; the gated MLP's inner values times the weights; the gradient of the
+        weights.
+    """
+    gate, up = wide(inner).chunk(2, dim=-1)
+    values, scale = wide(slope), weights[:, None]
+    gated = gate * torch.sigmoid(gate) * up
+    # One row at a time, in an order that the number of rows cannot change.
+    products = (values * gated).double().cumsum(-1)[:, -1]
+    d_inner = silu_and_mul_gradient(values * scale, wide(inner))
+    return d_inner.to(inner.dtype), (gated * scale).to(inner.dtype), products.to(weights.dtype)
+
+
+def add_expert_gradient(dy: Tensor, x: Tensor, total: Tensor, bounds: Tensor) -> None:
+    """total [experts, outputs, inputs] += dyᵀ x over the rows of each expert, in place.
+
+    Args:
+        dy: [rows, outputs]; x: [rows, inputs], sorted by expert.
+        bounds: [experts, spans + 1], the first row of each span among those of an expert.
+    """
+    for expert, firsts in enumerate(bounds.tolist()):
+        for start, end in itertools.pairwise(firsts):
+            if end > start:
+                total[expert] += _copy(dy[start:end].t()) @ _copy(x[start:end])
 
 
 def add_embedding_gradient(dy: Tensor, ids: Tensor, total: Tensor) -> None:

@@ -169,6 +169,61 @@ def _silu_gradient(dy, x, dx, width, SIZE: tl.constexpr):
     tl.store(dx + at + width, (slope * gate * chance).to(dx.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def _expert_rows(slope, inner, weights, d_inner, scaled, d_weights, width, SIZE: tl.constexpr):
+    """See expert_gradient; one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    live = column < width
+    at = row * (2 * width) + column
+    gate = tl.load(inner + at, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(inner + at + width, mask=live, other=0.0).to(tl.float32)
+    value = tl.load(slope + row * width + column, mask=live, other=0.0).to(tl.float32)
+    weight = tl.load(weights + row)
+    chance = 1.0 / (1.0 + tl.exp(-gate))
+    gated = gate * chance * up
+    tl.store(d_weights + row, tl.sum(value * gated, axis=0))
+    tl.store(scaled + row * width + column, (gated * weight).to(scaled.dtype.element_ty), mask=live)
+    value = value * weight
+    gate_slope = value * up * chance * (1.0 + gate * (1.0 - chance))
+    tl.store(d_inner + at, gate_slope.to(d_inner.dtype.element_ty), mask=live)
+    up_slope = value * gate * chance
+    tl.store(d_inner + at + width, up_slope.to(d_inner.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["spans"])
+def _expert_weight_gradient(
+    dy, x, out, bounds, spans, outputs, inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """out[expert] += dyᵀ x over the expert's rows, span after span, into the same accumulator."""
+    expert = tl.program_id(1).to(tl.int64)
+    blocks_in = tl.cdiv(inputs, INPUTS)
+    output = (tl.program_id(0) // blocks_in) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inp = (tl.program_id(0) % blocks_in) * INPUTS + tl.arange(0, INPUTS)
+    output_live, inp_live = (output < outputs)[None, :], (inp < inputs)[None, :]
+    at = (expert * outputs + output)[:, None] * inputs + inp[None, :]
+    live = (output < outputs)[:, None] & inp_live
+    first = tl.load(bounds + expert * (spans + 1))
+    if tl.load(bounds + expert * (spans + 1) + spans) > first:
+        total = tl.load(out + at, mask=live, other=0.0)
+        for span in range(0, spans):
+            start = tl.load(bounds + expert * (spans + 1) + span)
+            end = tl.load(bounds + expert * (spans + 1) + span + 1)
+            for tile in range(start, end, ROWS):
+                row = (tile + tl.arange(0, ROWS))[:, None]
+                gradient = tl.load(
+                    dy + row * outputs + output[None, :],
+                    mask=(row < end) & output_live,
+                    other=0.0,
+                )
+                value = tl.load(
+                    x + row * inputs + inp[None, :], mask=(row < end) & inp_live, other=0.0
+                )
+                total = tl.dot(tl.trans(gradient), value, total, input_precision="ieee")
+        tl.store(out + at, total, mask=live)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _embedding_gradient(dy, sorted_ids, order, out, tokens, width, WIDTH: tl.constexpr):
     """out[id] += dy of each token with that id, in the tokens' order; the program of an id's first
@@ -308,6 +363,36 @@ def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:
     rows, width = dy.shape
     _silu_gradient[(rows, triton.cdiv(width, 1024))](dy, x, dx, width, SIZE=1024, num_warps=4)
     return dx
+
+
+@on_its_device
+def expert_gradient(slope: Tensor, inner: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See torch_gradients.expert_gradient; weights in float32."""
+    slope, inner, weights = slope.contiguous(), inner.contiguous(), weights.contiguous()
+    rows, width = slope.shape
+    d_inner, scaled = torch.empty_like(inner), torch.empty_like(slope)
+    d_weights = torch.empty_like(weights)
+    size = triton.next_power_of_2(width)
+    _expert_rows[(rows,)](
+        slope, inner, weights, d_inner, scaled, d_weights, width, SIZE=size,
+        num_warps=min(16, max(1, size // 256)),
+    )  # fmt: skip
+    return d_inner, scaled, d_weights
+
+
+@on_its_device
+def add_expert_gradient(dy: Tensor, x: Tensor, total: Tensor, bounds: Tensor) -> None:
+    """See torch_gradients.add_expert_gradient; total in float32."""
+    dy, x = dy.contiguous(), x.contiguous()
+    experts, outputs, inputs = total.shape
+    wide = dy.dtype == torch.float32
+    size = 64 if wide else 128
+    grid = (triton.cdiv(outputs, size) * triton.cdiv(inputs, size), experts)
+    _expert_weight_gradient[grid](
+        dy, x, total, bounds.contiguous(), bounds.shape[1] - 1, outputs, inputs,
+        ROWS=TILE // 2 if wide else TILE, OUTPUTS=size, INPUTS=size,
+        num_warps=4 if wide else 8, num_stages=2 if wide else 3,
+    )  # fmt: skip
 
 
 @on_its_device

@@ -19,7 +19,7 @@ LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 """Largest relative error of a gradient, |ours - float64| / |float64| over the whole tensor, by the
 dtype of the inputs."""
 
-PARAMETERS = ("weight", "bias", "q_norm", "k_norm")
+PARAMETERS = ("weight", "bias", "q_norm", "k_norm", "gate_up", "down")
 """Inputs that are a model's parameters, whose gradients may go to totals."""
 
 Outputs = Tensor | tuple[Tensor, ...]
@@ -326,7 +326,59 @@ def entropy_case(d: Draws, ops: Operations) -> Case:
     return Case(inputs, ours, formula)
 
 
+EXPERTS, CHOICES = 5, 3
+
+
+def route_case(d: Draws, ops: Operations, renormalised: bool) -> Case:
+    inputs = {"logits": d.normal(d.sizes.tokens, EXPERTS, scale=2.0)}
+    # Equal logits are chosen from by number.
+    inputs["logits"][:, 3] = inputs["logits"][:, 1]
+
+    def formula(logits: Tensor) -> Tensor:
+        ranked = logits.detach().sort(dim=-1, descending=True, stable=True).indices
+        weights = logits.softmax(-1).gather(1, ranked[:, :CHOICES])
+        return weights / weights.sum(-1, keepdim=True) if renormalised else weights
+
+    def ours(logits: Tensor) -> Tensor:
+        weights, chosen = ops.route(logits, CHOICES, renormalised)
+        again, same = ops.route(logits, CHOICES, renormalised, chosen=chosen)
+        assert torch.equal(same, chosen)
+        assert relative_error(again, weights.detach().double()) < 1e-6
+        return (weights + again) / 2
+
+    return Case(inputs, ours, formula)
+
+
+def experts_case(d: Draws, ops: Operations) -> Case:
+    s = d.sizes
+    wide = torch.promote_types(d.dtype, torch.float32)
+    inputs = {
+        "x": d.normal(s.tokens, s.hidden),
+        "weights": d.normal(s.tokens, CHOICES).to(wide),
+        "gate_up": d.normal(EXPERTS, 2 * s.inner, s.hidden, scale=s.hidden**-0.5),
+        "down": d.normal(EXPERTS, s.hidden, s.inner, scale=s.inner**-0.5),
+    }
+    # The last expert is chosen by no token.
+    ranks = torch.rand(s.tokens, EXPERTS - 1, generator=d.generator).argsort()
+    chosen = ranks[:, :CHOICES].to(d.device)
+
+    def ours(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, **totals: Total) -> Tensor:
+        given = totals.get("gate_up_total"), totals.get("down_total")
+        return ops.experts(x, weights, chosen, gate_up, down, d.packing, given)
+
+    def formula(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = torch.einsum("eoh,th->teo", gate_up, x).chunk(2, dim=-1)
+        outputs = torch.einsum("ehi,tei->teh", down, F.silu(gate) * up)
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        return (outputs[rows, chosen] * weights[:, :, None]).sum(1)
+
+    return Case(inputs, ours, formula)
+
+
 CASES: dict[str, Callable[[Draws, Operations], Case]] = {
+    "route": partial(route_case, renormalised=False),
+    "route renormalised": partial(route_case, renormalised=True),
+    "experts": experts_case,
     "linear": linear_case,
     "linear with bias": biased_linear_case,
     "rms_norm": rms_norm_case,

@@ -150,6 +150,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-dense-layers": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phi3-window": ("Phi3", {"sliding_window": 37}),
     "llama-biases": (
         "Llama",
