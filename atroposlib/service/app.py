@@ -76,12 +76,16 @@ def make_app(
     app.add_middleware(RequestLimitsMiddleware, limits=limits, answered=service.metrics.answered)
     app.state.service, app.state.reader = service, reader
     app.include_router(routes.router)
+    # The router tries one route after the other.
+    app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in BUSY_PATHS)
     if page is not None:
         app.router.routes.append(page.route)
     routes.describe(app)
     return app
 
 
+BUSY_PATHS = ("/scored_data", "/scored_data_list", "/batch", "/batch/ack", "/status-env")
+"""Paths that are called once for each group or batch, or more often."""
 REFUSALS: dict[type[Exception], tuple[int, dict[str, str]]] = {
     QueueFullError: (429, {"Retry-After": "1"}),
     RegistryFullError: (429, {"Retry-After": "60"}),

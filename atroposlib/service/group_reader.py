@@ -26,7 +26,6 @@ import struct
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -164,7 +163,8 @@ def _validated(group: Group, body: bytes) -> ValidatedGroup:
     missing = [name for name in RETURNED if name not in group and name != "ref_logprobs"]
     if missing or not referenced:
         ends = b"}" if referenced else NO_REFERENCE
-        body = body[:-1] + "".join(f',"{name}":null' for name in missing).encode() + ends
+        nulls = "".join(f',"{name}":null' for name in missing).encode()
+        body = b"".join([memoryview(body)[:-1], nulls, ends])
     lengths = [len(row) for row in group["tokens"]]
     versions = group.get("weight_versions") or []
     epochs = group.get("weight_epochs") or [None] * len(versions)
@@ -364,8 +364,8 @@ def _negatives(row: list[int]) -> int:
     Nothing that looks at every number is faster.
     """
     try:
-        packed = array("i", row).tobytes()
-    except OverflowError:
+        packed = struct.pack(f"{len(row)}i", *row)
+    except struct.error:
         return -1
     return len(packed[SIGN_BYTE::4].translate(None, WITHOUT_SIGN))
 

@@ -74,6 +74,18 @@ def _refuse_unreadable(bodies: Sequence[tuple[int, bytes]]) -> None:
         )
 
 
+def _with_groups(bodies: Sequence[bytes], content: Mapping[str, Any]) -> bytes:
+    """Return an object as JSON, with the bodies of groups as `batch` in front.
+
+    A batch may have many megabytes, so the bytes are copied only once.
+    """
+    parts = [b'{"batch":[']
+    for body in bodies:
+        parts += (body, b",")
+    parts[max(1, len(parts) - 1) :] = [b"],", orjson.dumps(content)[1:]]
+    return b"".join(parts)
+
+
 class RolloutService:
     """One queue and its store. Every method runs on the event loop that made it.
 
@@ -301,8 +313,7 @@ class RolloutService:
             content["uses"] = [group.uses for group in groups]
         if positions:
             content["positions"] = positions
-        head = orjson.dumps(content)
-        return HandOut(lease, b'{"batch":[' + b",".join(bodies) + b"]," + head[1:])
+        return HandOut(lease, _with_groups(bodies, content))
 
     async def bodies(self, seqs: Sequence[int]) -> list[bytes]:
         """The bodies of groups, in the order asked for.
@@ -335,8 +346,7 @@ class RolloutService:
         if lease is None:
             return None
         bodies = await self.bodies([group.seq for group in lease.groups])
-        head = orjson.dumps({"batch_id": batch_id, "reason": reason})
-        return b'{"batch":[' + b",".join(bodies) + b"]," + head[1:]
+        return _with_groups(bodies, {"batch_id": batch_id, "reason": reason})
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of GET /stats: waiting, leased and dropped groups, and the state of each
