@@ -218,6 +218,7 @@ def kernels_text(found: dict[str, Any]) -> str:
 
 
 OPTIONS: Options = {
+    "--name": {"help": "of the results file, without .json"},
     "--parts": {"nargs": "+", "choices": PARTS, "default": list(PARTS)},
     "--modes": {"nargs": "+", "choices": MODES, "default": list(MODES), "help": "of vLLM"},
 }
@@ -226,7 +227,7 @@ OPTIONS: Options = {
 def main(arguments: list[str] | None = None) -> int:
     options = common_options("", "qwen3-1.7b") | OPTIONS
     args = shrink_if_tiny(command_line(__doc__, options).parse_args(arguments))
-    args.name = f"deterministic_cost_{args.shape}"
+    args.name = args.name or f"deterministic_cost_{args.shape}"
     return run_and_report(args, Cost, report)
 
 

@@ -129,7 +129,7 @@ class WholeRun:
         self.model = (args.checkpoint or work / "model").resolve()
         if args.dry_run:
             self.model = STARTER
-        self.results = Results(args.output / "whole_run.json", settings=self._settings())
+        self.results = Results(args.output / f"{args.name}.json", settings=self._settings())
         self.servers: dict[str, Child] = {}
 
     def _settings(self) -> dict[str, Any]:
@@ -433,7 +433,8 @@ def report(data: dict[str, Any]) -> str:
 
 
 OPTIONS: Options = {
-    "--output": {"type": Path, "required": True, "help": "folder of whole_run.json and the logs"},
+    "--output": {"type": Path, "required": True, "help": "folder of the results and the logs"},
+    "--name": {"default": "whole_run", "help": "of the results file, without .json"},
     "--parts": {"nargs": "+", "choices": PARTS, "default": ["ours", "trl"]},
     "--shape": {"choices": SHAPES, "default": "qwen3-1.7b"},
     "--checkpoint": {

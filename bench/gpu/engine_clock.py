@@ -132,13 +132,16 @@ def install() -> None:
                 setattr(owner, function, clock.around(name, getattr(owner, function)))
 
 
-def variables(file: Path, what: str = FILE) -> dict[str, str]:
-    """For the environment of a server whose engine core is to be measured; `what` is FILE or
-    STEPS_FILE.
+def variables(value: Path | str, what: str = FILE) -> dict[str, str]:
+    """For the environment of a server that loads a plugin of this folder.
+
+    Args:
+        value: of the plugin's variable, such as the file of a clock.
+        what: the variable.
     """
     root = PLUGIN_FOLDER.parents[2]
     paths = [str(root), str(PLUGIN_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {what: str(file), "PYTHONPATH": os.pathsep.join(paths)}
+    return {what: str(value), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 Step = tuple[float, int, int]

@@ -1,4 +1,7 @@
-"""Hardware and versions behind the figures, without any name of the machine or path on it."""
+"""Hardware and versions behind the figures, without any name of the machine or path on it.
+
+python -m bench.gpu.machine    what results files of the installed vLLM end with, such as _vllm033
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,14 @@ def _vllm_version() -> str:
     return found[1] if found else "unknown"
 
 
+def version_ending() -> str:
+    """Return the ending of a results file's name, which distinguishes versions of vLLM."""
+    numbers = _vllm_version().split(".")
+    if len(numbers) < 2:
+        return "_without_vllm"
+    return f"_vllm{numbers[0]}{numbers[1].zfill(2)}"
+
+
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
@@ -57,3 +68,7 @@ def _driver() -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown ({type(error).__name__})"
     return answer.stdout.strip().splitlines()[0]
+
+
+if __name__ == "__main__":
+    print(version_ending())

@@ -29,6 +29,10 @@
 #       the starter model; LR its learning rate, 3e-4 if not given, which is far too much for a large one) ·
 #       modes (whole trainings, those that the GPUs suffice for; all with four) ·
 #       ranks (two; one for the float16 servers: trainers that start their own ranks, and trainers beside a float16 server) · checks (one: tests/gpu/check_*.py) ·
+#       33-any-model (one: Qwen3-1.7B by the decoder of ours and through transformers) · 33-sampling, 33-updates (one: /generate at
+#       512 sequences, deterministic sampling, waits for updates) · 33-modes · 33-faults (one) · 33-parity (one) · 33-whole-run (two).
+#       The kinds of 33 name the installed vLLM in the names of their results, so that the same kind under two versions gives two
+#       files. DRY=1 tries them with tiny shapes on the CPU ·
 #       cpu (a tiny model, to try the scripts) ·
 #       one-gpu (one: exact, learning, resumed, checks, modes, deterministic, async and colocate in turn; its model is made if
 #       MODEL names no folder; 45 minutes, so where commands have a time limit: `setsid nohup bench/gpu/run_all.sh one-gpu out > log 2>&1 &`)
@@ -54,6 +58,11 @@ run() {
   }
   echo "== $name took $((SECONDS - began)) s"
 }
+version='' tiny=() dry=()
+if [[ $kind == 33-* ]]; then
+  version=$("$python" -m bench.gpu.machine) || exit 1
+  [[ -z ${DRY:-} ]] || tiny=(--device cpu --tiny) dry=(--device cpu)
+fi
 case $kind in
   1)
     run 270 single_copy bench/weight_sync.py --parts single_copy --concurrency 64
@@ -172,6 +181,40 @@ case $kind in
       echo "== one-gpu: $each begins after $SECONDS s"
       MODEL='' bench/gpu/run_all.sh "$each" "$out" || status=1 # that model is for word problems alone
     done
+    ;;
+  33-any-model)
+    run 540 any_model bench/any_model.py --seconds 520 --name "any_model$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-sampling)
+    run 230 generate_cost bench/generate_cost.py --ways numbers "vLLM completions" --ramp 15 --seconds 15 \
+      --name "generate_cost$version" ${tiny[@]+"${tiny[@]}"}
+    # vLLM's modes are the GPU's; a CPU tries the script with the trainer's step.
+    parts=(rollout)
+    [[ -z ${DRY:-} ]] || parts=(step)
+    run 300 deterministic_cost bench/deterministic_cost.py --parts "${parts[@]}" --name "deterministic_cost$version" \
+      ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-updates)
+    run 300 updates bench/weight_sync.py --parts single_copy --concurrency 64 512 --name "updates$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-modes)
+    modes=(single_copy lora broadcast_direct broadcast_overlapped restart single_copy_tp2 broadcast_tp2_fsdp2 broadcast_two_servers
+      parameter_server_one_gpu parameter_server_host_memory deterministic_single_copy deterministic_broadcast)
+    [[ -z ${DRY:-} ]] || modes=(single_copy)
+    run 535 training_modes tests/gpu/check_training_modes.py --eager --name "training_modes$version" --only "${modes[@]}" \
+      ${dry[@]+"${dry[@]}"}
+    ;;
+  33-faults)
+    run 535 bridge_faults tests/gpu/check_bridge_faults.py --beside --modes direct overlapped --only layout second nan trainer stop \
+      --name "bridge_faults$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-parity)
+    run 535 parity_matrix tests/gpu/check_parity_matrix.py --name "parity_matrix$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-whole-run)
+    whole=(--seconds 520 --parts ours deterministic)
+    [[ -z ${DRY:-} ]] || whole=(--dry-run --parts ours)
+    run 540 whole_run bench/whole_run.py "${whole[@]}" --name "whole_run$version" ${QUESTIONS:+--questions "$QUESTIONS"}
     ;;
   cpu)
     run 600 weight_sync bench/weight_sync.py --device cpu --tiny --parts ceiling bridge throughput

@@ -103,7 +103,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 """The contents of config.json. The sizes are the published ones, but `8l` has 8 layers."""
 
 
-def write_model_folder(folder: Path, shape: str) -> Path:
+def write_model_folder(folder: Path, shape: str, positions: int = 4096) -> Path:
     """A folder that vLLM starts on with `--load-format dummy`: config.json and a tokenizer of 1,024
     tokens.
 
@@ -111,7 +111,9 @@ def write_model_folder(folder: Path, shape: str) -> Path:
     a name has no text.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
+    (folder / "config.json").write_text(
+        json.dumps(SHAPES[shape] | {"max_position_embeddings": positions}, indent=1)
+    )
     for name in TOKENIZER_FILES:
         shutil.copy(STARTER / name, folder / name)
     return folder

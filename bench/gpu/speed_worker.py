@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bench.gpu.live_bytes import Meter
 from bench.gpu.plain_decoder import PlainDecoder
 from bench.gpu.processes import answer_once
-from bench.gpu.shapes import PEAK_FLOPS
+from bench.gpu.shapes import PEAK_FLOPS, write_model_folder
 from bench.gpu.synthetic import (
     Work,
     dtype_on,
@@ -40,7 +40,9 @@ from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import PREFIX, new_run
 from vllm_patching.weights.families import Geometry
 
-Arithmetic = Literal["ours", "ours, deterministic", "plain", "plain, layers compiled"]
+Arithmetic = Literal[
+    "ours", "ours, deterministic", "transformers", "plain", "plain, layers compiled"
+]
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,16 @@ def rates(
 
 
 DETERMINISTIC = "ours, deterministic"
+TRANSFORMERS = "transformers"
+
+
+def through_transformers(folder: Path) -> Callable[[Geometry, torch.dtype, torch.device], Decoder]:
+    """Return what makes the model of a checkpoint with transformers' class, whatever its family."""
+    # Only here: it takes seconds to import transformers.
+    from example_trainer.models.transformers_layout import transformers_geometry
+    from example_trainer.models.transformers_model import TransformersModel
+
+    return lambda _, dtype, device: TransformersModel(transformers_geometry(folder), dtype, device)
 
 
 class Timer:
@@ -130,15 +142,7 @@ def ours(
     case: Case, g: Geometry, dtype: torch.dtype, device: torch.device, config: TrainerConfig
 ) -> tuple[Any, Any]:
     """The trainer's model and optimizer, as a run makes them."""
-    deterministic = case.arithmetic == DETERMINISTIC
-    table = choose_operations(device, dtype, deterministic)
-    if case.ranks > 1:
-        from example_trainer.parallel.fsdp import sharded_decoder  # takes a second to import
-
-        model = sharded_decoder(g, dtype, device, world_size=case.ranks)
-    else:
-        model = Decoder(g, dtype, device, ops=table)
-    random_weights(model, model.shards)
+    model = model_of(case, g, dtype, device)
     model.gradient_checkpointing = case.checkpointing
     optimizer = MasterAdamW(
         model,
@@ -146,9 +150,29 @@ def ours(
         total_steps=config.training_steps,
         shards=model.shards,
         offload=case.offload,
+        missing_is_zero=model.reaches_some,
     )
     model.arithmetic.sums = optimizer.sums
     return model, optimizer
+
+
+def model_of(case: Case, g: Geometry, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The model of a case, with random weights."""
+    deterministic = case.arithmetic == DETERMINISTIC
+    table = choose_operations(device, dtype, deterministic)
+    if case.ranks > 1:
+        from example_trainer.parallel.fsdp import sharded_decoder  # takes a second to import
+
+        model = sharded_decoder(g, dtype, device, world_size=case.ranks)
+    elif case.arithmetic == TRANSFORMERS:
+        with tempfile.TemporaryDirectory() as folder:
+            write_model_folder(Path(folder), case.shape, g.max_positions)
+            model = through_transformers(Path(folder))(g, dtype, device)
+    else:
+        model = Decoder(g, dtype, device, ops=table)
+    random_weights(model, model.shards)
+    model.prepare()
+    return model
 
 
 def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
@@ -180,7 +204,11 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
             model, optimizer = ours(case, g, dtype, device, config)
             gradient = lambda these: gradient_of(model, optimizer, these, config)  # noqa: E731
             found["arithmetic"] = f"ours, {model.arithmetic.ops.NAME}"
-            if model.arithmetic.ops.NAME == "fast":
+            if case.arithmetic == TRANSFORMERS:
+                found["arithmetic"] = case.arithmetic
+                found["attention"] = model.parts.base.config._attn_implementation
+                found["way"] = model.way
+            elif model.arithmetic.ops.NAME == "fast":
                 found["attention"] = fast_attention.library_name(device)
             parameters = sum(p.numel() for p in model.parameters())
         found |= {"parameters": parameters, "sequences": case.work.sequences}

@@ -248,6 +248,7 @@ def report(data: dict[str, Any]) -> str:
 
 
 OPTIONS: Options = {
+    "--name": {"help": "of the results file, without .json"},
     "--gpus": {"type": int, "choices": [1, 2], "default": 1},
     "--only": {"default": "", "help": "only servers whose name holds this"},
 }
@@ -256,7 +257,7 @@ OPTIONS: Options = {
 def main(arguments: list[str] | None = None) -> int:
     options = common_options("", "qwen3-0.6b") | OPTIONS
     args = shrink_if_tiny(command_line(__doc__, options).parse_args(arguments))
-    args.name = f"parity_matrix_{args.shape}"
+    args.name = args.name or f"parity_matrix_{args.shape}"
     return run_and_report(args, Matrix, report)
 
 
