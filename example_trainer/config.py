@@ -158,6 +158,23 @@ class ParallelOptions(Section):
         raise ValueError("give auto or a number from 1")
 
 
+class MixtureOptions(Section):
+    """Mixtures of experts"""
+
+    router_balance_coef: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of the load balance loss of each layer's router (Switch Transformer); costs one more forward pass",
+    )
+    router_z_coef: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of the z-loss of each layer's router (ST-MoE)",
+    )
+
+
 class OptimizerOptions(Section):
     """Optimizer"""
 
@@ -741,8 +758,8 @@ class ReferenceWorkerOptions(Section):
 
 
 class TrainerConfig(
-    ModelOptions, LoraOptions, ParallelOptions, RolloutOptions, BatchOptions, AlgorithmOptions, CorrectionOptions,
-    LengthOptions, DistillationOptions, OptimizerOptions, BridgeOptions, CheckpointOptions, OutputOptions,
+    ModelOptions, LoraOptions, ParallelOptions, MixtureOptions, RolloutOptions, BatchOptions, AlgorithmOptions,
+    CorrectionOptions, LengthOptions, DistillationOptions, OptimizerOptions, BridgeOptions, CheckpointOptions, OutputOptions,
 ):  # fmt: skip
     """Options of `grpo.py`.
 
@@ -903,10 +920,16 @@ class TrainerConfig(
         )
 
     def _determinism_rules(self) -> Iterable[tuple[bool, str]]:
+        mode = self.weight_bridge_mode
         yield (
-            self.deterministic and self.weight_bridge_mode != "shared_vllm",
-            f"--deterministic needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}: in the other "
-            "modes vLLM does not hold the trainer's weights, bit for bit, at every step",
+            self.deterministic and mode == "none",
+            "--deterministic needs --weight-bridge-mode shared_vllm or parameter_server, and it is 'none': vLLM "
+            "would load rounded checkpoints in place of the trainer's weights; give one of them",
+        )
+        yield (
+            self.deterministic and mode == "lora_only",
+            "--deterministic excludes --weight-bridge-mode lora_only: vLLM's kernels for adapters have no "
+            "counterpart in the trainer; train the whole model with --weight-bridge-mode shared_vllm",
         )
         yield (
             self.deterministic and self.temperature != 1.0,

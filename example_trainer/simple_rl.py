@@ -55,7 +55,7 @@ from example_trainer.config import (
     Section,
     TrainerConfig,
 )
-from example_trainer.deterministic.pairing import make_parity, pin_settings
+from example_trainer.deterministic.pairing import make_pairing, make_parity, pin_settings
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import ConfigError, TrainerError
 from example_trainer.launcher import roles
@@ -331,7 +331,8 @@ def run_training(
     make = decoder_maker(config, ranks)
     model = make_model(config, None, dtype, device, make)
     reference = make_reference(config, model, dtype, device, make)
-    parity = make_parity(config, model, stop) or ParityCheck({}, {}, stop=False)
+    pairing = make_pairing(config, model, stop)
+    parity = make_parity(config, pairing) or ParityCheck({}, {}, stop=False)
     optimizer = make_optimizer(config, model)
     checkpoints = make_checkpoints(config)
     stack.callback(checkpoints.close)

@@ -12,7 +12,7 @@ python -m tests.fleet_server            reads lines of JSON from stdin, and answ
     {"do": "wait", "pid": 123}                                         → {"status": -9}   when it has ended
 
 `start` may also name the `address` of the server, the bytes of a `bucket`, its `model` (a folder
-with a config.json), its `device` and its `dtype`.
+with a config.json), its `device`, its `dtype` and its report of `deterministic` mode.
 
 A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST
 /test/fault {"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens
@@ -238,6 +238,7 @@ async def _serve(
     device: str = "cpu",
     dtype: str = "float32",
     trip: Trip | None = None,
+    deterministic: dict[str, Any] | None = None,
 ) -> None:
     import uvicorn
     from fastapi import FastAPI
@@ -256,6 +257,7 @@ async def _serve(
     bridge = BridgeController(engine, "tiny", dtype, timeout, folder, spans, port=port)
     await bridge.start()
     service.engine, service.bridge = engine, bridge
+    service.deterministic = deterministic
     service.weights = lambda: (bridge.state.weight_version, bridge.state.weight_epoch)
     app = FastAPI()
     app.include_router(make_router(service))
@@ -305,7 +307,8 @@ def _be_server(told: dict[str, Any]) -> None:
 
         updater = receiving.WeightUpdater
         updater.__init__ = partialmethod(updater.__init__, bucket_bytes=bucket)  # type: ignore[assignment]
-    chosen = {key: told[key] for key in ("address", "device", "dtype") if key in told}
+    names = ("address", "device", "dtype", "deterministic")
+    chosen = {key: told[key] for key in names if key in told}
     trip = Trip() if told.get("traced") else None
     with trip.traced() if trip is not None else nullcontext():
         asyncio.run(_serve(told["port"], path, told["timeout"], trip=trip, **chosen))

@@ -88,6 +88,7 @@ class LightServer:
         model: folder of the model whose shapes it has; None: a tiny one's.
         timeout: seconds that the steps of an update may take.
         device: where its weights are.
+        deterministic: its report of deterministic mode.
         traced: it records the files that its calls enter, for POST /test/trip.
     """
 
@@ -100,6 +101,7 @@ class LightServer:
     timeout: float = TIMEOUT
     device: str = "cpu"
     traced: bool = False
+    deterministic: dict[str, Any] | None = None
     pid: int = 0
 
     @property
@@ -113,7 +115,7 @@ class LightServer:
     def start(self) -> None:
         told: dict[str, Any] = {"port": self.port, "address": self.address, "device": self.device}
         told |= {"folder": str(self.starter.folder), "bucket": self.bucket}
-        told |= {"traced": self.traced}
+        told |= {"traced": self.traced, "deterministic": self.deterministic}
         shapes = {} if self.model is None else {"model": str(self.model)}
         self.pid = self.starter.tell(do="start", timeout=self.timeout, **told, **shapes)["pid"]
         until(lambda: self.get("/weights") is not None)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import (
+    PairingError,
     ParityCheck,
     ParityError,
     Provenance,
@@ -23,6 +25,8 @@ from example_trainer.weight_bridge.server import BridgeServer, configured_server
 from vllm_patching.batch_invariant.provenance import provenance, table_hash
 from vllm_patching.batch_invariant.settings import SettingsError, enable_settings
 from vllm_patching.weights.families import Geometry
+
+logger = logging.getLogger(__name__)
 
 
 def pin_settings(config: TrainerConfig) -> None:
@@ -51,60 +55,98 @@ def deterministic_decoder(
     return Decoder(geometry, dtype, device, ops=invariant)
 
 
-def make_parity(
+class Pairing:
+    """The kernels of this trainer, and the check that every vLLM server runs them.
+
+    Attributes:
+        kernels: of the trainer.
+        theirs: of the server that was paired last; the trainer's before that.
+        servers: address of each paired server -> its kernels, and its self-test's figures.
+    """
+
+    def __init__(self, kernels: Provenance) -> None:
+        self.kernels, self.theirs = kernels, kernels
+        self.servers: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, url: str, info: dict[str, Any]) -> None:
+        """Check the server of an answer to /bridge/info. Raises PairingError."""
+        self.servers.pop(url, None)
+        self.theirs = pair(self.kernels, info, url)
+        report = info["deterministic"]
+        self.servers[url] = {
+            "kernels": self.theirs,
+            "checks": report.get("checks"),
+            "seconds": report.get("seconds"),
+        }
+
+    def ask(self, config: TrainerConfig, stop: StopSignal | None = None) -> None:
+        """Check the servers that are there. A server with other kernels is left out if
+        --min-servers others are there. A server that is late is checked when it joins, and so is
+        a server of a parameter server, by that one.
+
+        Raises:
+            PairingError: a server is not in deterministic mode, or runs other kernels, and too few
+                are left.
+            BridgeError: a server is not there.
+        """
+        if config.parameter_servers:
+            return
+        servers = {server.url: server for server in configured_servers(BridgeServer, config, stop)}
+        try:
+            calls = {url: server.wait_for_info for url, server in servers.items()}
+            limit = config.service_timeout + config.bridge_timeout
+            least = min(config.min_servers, len(servers))
+            answers = at_once(
+                calls, limit, config.server_patience, lambda there: len(there) >= least
+            )
+        finally:
+            for server in servers.values():
+                server.close()
+        if len(answers.ok) < least:
+            raise next(iter(answers.failed.values()))
+        self._check_present(answers.ok, least)
+
+    def _check_present(self, infos: Mapping[str, dict[str, Any]], least: int) -> None:
+        refused: list[PairingError] = []
+        for url, info in infos.items():
+            try:
+                self(url, info)
+            except PairingError as error:
+                refused.append(error)
+        left = len(infos) - len(refused)
+        if refused and left < max(1, least):
+            raise refused[0]
+        for refusal in refused:
+            logger.warning("[Parity] %s; training begins with %d others", refusal, left)
+
+
+def make_pairing(
     config: TrainerConfig, model: Decoder, stop: StopSignal | None = None
-) -> ParityCheck | None:
-    """Return what compares the tokens of every step; None without --deterministic. Ask the servers
-    which kernels they run.
+) -> Pairing | None:
+    """Pair the trainer with its servers; None without --deterministic.
 
     Raises:
-        ParityError: a server is not in deterministic mode, or runs other kernels.
-        BridgeError: a server is not there.
+        PairingError, BridgeError: see Pairing.ask.
     """
     if not config.deterministic:
         return None
-    ours, theirs = model_provenance(model), {}
-    servers = {server.url: server for server in configured_servers(BridgeServer, config, stop)}
-    try:
-        calls = {url: server.wait_for_info for url, server in servers.items()}
-        limit = config.service_timeout + config.bridge_timeout
-        answers = at_once(
-            calls, limit, config.server_patience, lambda there: len(there) >= config.min_servers
-        )
-        if len(answers.ok) < min(config.min_servers, len(servers)):
-            raise next(iter(answers.failed.values()))
-        for (
-            url,
-            info,
-        ) in answers.ok.items():  # servers that are not there yet are checked when they join
-            theirs = pair(ours, info, url)
-    finally:
-        for server in servers.values():
-            server.close()
-    return ParityCheck(ours, theirs, older=config.oldest_rollouts != 0)
+    pairing = Pairing(model_provenance(model))
+    pairing.ask(config, stop)
+    return pairing
 
 
-def require_pairing(
-    config: TrainerConfig, model: Decoder
-) -> Callable[[str, dict[str, Any]], None] | None:
-    """Return the check that a joining server must pass, for WeightBridge.require; None without
-    --deterministic.
-    """
-    if not config.deterministic:
+def make_parity(config: TrainerConfig, pairing: Pairing | None) -> ParityCheck | None:
+    """Return the comparison of the tokens of every step; None without --deterministic."""
+    if pairing is None:
         return None
-    ours = model_provenance(model)
-
-    def check(url: str, info: dict[str, Any]) -> None:
-        pair(ours, info, url)
-
-    return check
+    return ParityCheck(pairing.kernels, pairing.theirs, older=config.oldest_rollouts != 0)
 
 
 def pair(ours: Provenance, info: dict[str, Any], url: str) -> dict[str, str]:
     """The provenance of the server of /bridge/info, if it is that of this trainer.
 
     Raises:
-        ParityError: it is another one, or the server is not in deterministic mode.
+        PairingError: it is another one, or the server is not in deterministic mode.
     """
     report = info.get("deterministic")
     theirs = {**report["provenance"], "rotary_table": report["rotary_table"]} if report else None

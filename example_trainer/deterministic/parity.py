@@ -16,6 +16,7 @@ from example_trainer.algorithm.losses import k3
 from example_trainer.batch.groups import UNKNOWN_VERSION
 from example_trainer.batch.packing import PackedBin
 from example_trainer.errors import TrainerError
+from example_trainer.weight_bridge.base import OneServerRefused
 from vllm_patching.batch_invariant.provenance import provenance_difference
 from vllm_patching.protocol.checksum import weights_checksum
 
@@ -26,6 +27,10 @@ Provenance = Mapping[str, str]
 
 class ParityError(TrainerError):
     """Trainer and vLLM do not agree on a bit, or do not run the same kernels."""
+
+
+class PairingError(ParityError, OneServerRefused):
+    """A vLLM server does not run the trainer's kernels; others perhaps do."""
 
 
 @dataclass(frozen=True)
@@ -274,15 +279,15 @@ def require_same_kernels(ours: Provenance, theirs: Provenance | None, server: st
         server: its address.
 
     Raises:
-        ParityError: names the first difference.
+        PairingError: names the first difference.
     """
     if not theirs:
-        raise ParityError(
+        raise PairingError(
             f"the vLLM server at {server} is not in deterministic mode; start it with --deterministic"
         )
     difference = provenance_difference(ours, theirs)
     if difference:
-        raise ParityError(
+        raise PairingError(
             f"the vLLM server at {server} does not run this trainer's kernels, so their bits would differ: {difference}; "
             "run both on the same kind of GPU with the same versions"
         )

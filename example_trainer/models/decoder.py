@@ -25,6 +25,7 @@ from example_trainer.errors import ModelError
 from example_trainer.models.head import chosen_logprobs_of, default_chunk
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
+from example_trainer.models.router import Routers
 from example_trainer.models.shards import Shards, Split, Sums, Total, summed, wide
 from vllm_patching.weights.families import Geometry, parameters
 from vllm_patching.weights.sharding import plan_shards
@@ -64,12 +65,14 @@ class Arithmetic:
         ops: the operations.
         sums: where the backward pass adds the gradients; None: autograd leaves them at the
             parameters.
+        routers: of a mixture of experts; None for another model.
         routing: reads or changes how the experts of each layer are chosen; None: nothing does.
     """
 
     def __init__(self, ops: Operations) -> None:
         self.ops = ops
         self.sums: Sums | None = None
+        self.routers: Routers | None = None
         self.routing: Routing | None = None
 
     def total(self, parameter: Tensor | None, as_head_of_tied: bool = False) -> Total | None:
@@ -327,20 +330,26 @@ class Mixture(nn.Module):
         self.arithmetic = blueprint.arithmetic
         self.layer = int(path.split(".")[2])
         self.gate = blueprint.linear(f"{path}.gate")
-        self.experts = Experts(f"{path}.experts", blueprint)
+        self.experts: nn.Module = Experts(f"{path}.experts", blueprint)
 
     def forward(self, x: Tensor, packing: Packing, rotary: Tensor) -> Tensor:
-        g, arithmetic = self.geometry, self.arithmetic
         x = self.split.enter(x)
-        logits = self.gate(x, packing)
-        choose: Choose = partial(
-            arithmetic.ops.route, count=g.experts_per_token, renormalised=g.norm_topk_prob
-        )
-        if arithmetic.routing is None:
+        logits, routers = self.gate(x, packing), self.arithmetic.routers
+        choose = partial(self._choose, packing)
+        if routers is None:
             weights, chosen = choose(logits)
         else:
-            weights, chosen = arithmetic.routing(self.layer, logits, packing, choose)
+            weights, chosen = routers.choose(self.layer, logits, choose)
         return self.split.leave(self.experts(x, weights, chosen, packing))
+
+    def _choose(self, packing: Packing, logits: Tensor) -> Routed:
+        g, routing = self.geometry, self.arithmetic.routing
+        choose: Choose = partial(
+            self.arithmetic.ops.route, count=g.experts_per_token, renormalised=g.norm_topk_prob
+        )
+        if routing is None:
+            return choose(logits)
+        return routing(self.layer, logits, packing, choose)
 
 
 _BLOCKS: dict[str, type[Attention | GatedMLP | Mixture]] = {
@@ -428,6 +437,9 @@ class Decoder(nn.Module):
         self.source: Path | None = None
         self.gradient_checkpointing = False
         self.arithmetic = Arithmetic(ops or choose_operations(device, dtype))
+        if layers := geometry.sparse_layers:
+            # Of ranks that split a layer, all see the same tokens: one adds the losses of routers.
+            self.arithmetic.routers = Routers(layers, geometry.num_experts, split.rank == 0)
         blueprint = Blueprint(geometry, dtype, device, split, self.arithmetic)
         self.model = Stack(blueprint)
         self.lm_head: Linear | None = None

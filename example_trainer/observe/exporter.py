@@ -162,6 +162,18 @@ GAUGES = {
         "trainer_perplexity",
         "Perplexity of the sampled tokens under the batch's first weights",
     ),
+    "expert_load": (
+        "expert_load",
+        "Tokens of a layer's busiest expert by the layer's mean, mean over the layers",
+    ),
+    "expert_load_max": ("expert_load_max", "The same of the layer where it is largest"),
+    "unused_experts": ("unused_experts", "Experts of all layers that got no token in the step"),
+    "router_entropy": ("router_entropy_nats", "Mean entropy of the routers' probabilities"),
+    "router_balance_loss": (
+        "router_balance_loss",
+        "Load balance loss, mean over the layers; 1 if the load is even",
+    ),
+    "router_z_loss": ("router_z_loss", "Mean square of the logarithm of the routers' partition"),
     "grad_norm": ("grad_norm", "Global norm of the gradient before clipping"),
     "lr": ("learning_rate", "Learning rate of the step"),
     "tokens_per_second": (

@@ -169,7 +169,7 @@ def step_line(step: int, steps: int, row: Row) -> str:
         age = f"age {row['age_mean']:.1f} (max {row['age_max']})"
     if row.get("uses_mean") is not None:
         age += f"  used before {row['uses_mean']:.2f}"
-    success = parity = older = turn = ""
+    success = parity = older = turn = experts = ""
     if row.get("success_rate") is not None:
         success = f"  success {row['success_rate']:.3f}"
     if "mismatched_tokens" in row:
@@ -180,6 +180,11 @@ def step_line(step: int, steps: int, row: Row) -> str:
         )
     if "turn/seconds" in row:
         turn = f"  turn {row['turn/seconds']:.2f} s"
+    if row.get("expert_load") is not None:
+        experts = (
+            f"  expert load {row['expert_load']:.2f} (max {row['expert_load_max']:.2f})"
+            f"  unused {row['unused_experts']:.0f}  router entropy {row['router_entropy']:.3f}"
+        )
     perplexities = (
         f"{_known(row['perplexity_rollout'], '.4g')}/{_known(row['perplexity_trainer'], '.4g')}"
     )
@@ -194,7 +199,7 @@ def step_line(step: int, steps: int, row: Row) -> str:
         f"mfu {_known(row['mfu'], '.3f')}  "
         f"waiting {100 * row['waiting_share']:.0f} %  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB{older}  "
         f"ratio p99 {_known(row['ratio_p99'], '.3f')}  ess {_known(row['ess'], '.3f')}  "
-        f"mismatch kl {_known(row['mismatch_kl'], '.1e')}  ppl {perplexities}"
+        f"mismatch kl {_known(row['mismatch_kl'], '.1e')}  ppl {perplexities}{experts}"
     )
 
 

@@ -15,6 +15,7 @@ import torch
 
 from atroposlib.web.addresses import url_host
 from example_trainer.api_keys import ServerKeys, revealed
+from example_trainer.deterministic.pairing import pair
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.parameter_server.held import HeldWeights, held_model, show
@@ -82,6 +83,20 @@ class SameSampling:
         self.mode = mode
 
 
+class SameKernels:
+    """Lets in only servers with the kernels of a trainer in deterministic mode."""
+
+    def __init__(self) -> None:
+        self.wanted: Callable[[], Mapping[str, str] | None] = lambda: None
+        """Returns the kernels that the trainer named when it joined; None outside that mode."""
+
+    def check(self, url: str, info: dict[str, Any]) -> None:
+        """Raise PairingError if a server runs other kernels."""
+        kernels = self.wanted()
+        if kernels is not None:
+            pair(kernels, info, url)
+
+
 @dataclass(frozen=True)
 class Order:
     """Work that all shards do together.
@@ -140,7 +155,9 @@ class Handing:
         )  # fmt: skip
         self._model = held_model(held)
         self.bridge.connect(self._model)
+        self.kernels = SameKernels()
         self.bridge.require(self.sampling.check)
+        self.bridge.require(self.kernels.check)
         self._handed: Weights | None = None
         self._not_before = 0.0
 

@@ -163,6 +163,7 @@ class HeldController(BridgeController):
         transfer: str = "auto",
         events: Sequence[str] = (),
         weight_epoch: int = 0,
+        kernels: dict[str, str] | None = None,
     ) -> dict[str, Any]:
         """See BridgeController.init."""
         if mode != "broadcast" or transfer == "direct":
@@ -174,7 +175,7 @@ class HeldController(BridgeController):
                 "trainer with --weight-bridge-mode parameter_server"
             )  # fmt: skip
         return await super().init(
-            trainer, mode, parameters, writers, transfer, events, weight_epoch
+            trainer, mode, parameters, writers, transfer, events, weight_epoch, kernels
         )
 
     facts: dict[str, Any]
@@ -318,6 +319,11 @@ class ReceivingServer:
                 f"what is held is spoilt and could not be withdrawn ({error or type(error).__name__}); start this parameter "
                 "server again"
             ) from error
+
+    def trainer_kernels(self) -> dict[str, str] | None:
+        """Return the kernels of the trainer that has joined, if it is in deterministic mode."""
+        assert self.bridge is not None
+        return self.bridge.trainer_kernels
 
     def weights_served(self) -> dict[str, Any]:
         """Return the answer of GET /weights."""

@@ -16,7 +16,7 @@ from example_trainer.batch.client import RolloutClient, registration
 from example_trainer.batch.evaluations import EvaluationFeed
 from example_trainer.batch.prefetch import Batches, make_batches
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.pairing import make_parity, pin_settings, require_pairing
+from example_trainer.deterministic.pairing import make_pairing, make_parity, pin_settings
 from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
 from example_trainer.observe.exporter import serve_metrics
 from example_trainer.observe.metrics import MetricsLog, make_metrics
@@ -83,7 +83,7 @@ def make_trainer(
     batches = make_batches(config, stop, ranks, device, model, tokens, sessions)
     stack.callback(batches.close)
     stop = agreed_stop(stop, ranks)
-    bridge.connect(model)
+    join_servers(bridge, models)
     # The files of an earlier run are moved when nothing is left that could refuse this one.
     metrics = make_metrics(config, optimizer.steps, observers.exporter, ranks.is_main)
     if metrics is not None:
@@ -160,7 +160,8 @@ class Models:
         self._config, self._ranks, self._dtype, self._device = config, ranks, dtype, device
         make = decoder_maker(config, ranks)
         self.model = make_model(config, start.checkpoint, dtype, device, make)
-        self.parity = make_parity(config, self.model, stop)
+        self.pairing = make_pairing(config, self.model, stop)
+        self.parity = make_parity(config, self.pairing)
         frozen = decoder_maker(config, ranks, trained=False)
         self.reference = make_reference(config, self.model, dtype, device, frozen)
         # The masters are copied from the checkpoint before the bridge may put the parameters onto
@@ -195,6 +196,13 @@ def agreed_dtype(
     return dtype
 
 
+def join_servers(bridge: WeightBridge, models: Models) -> None:
+    """Join the servers. From the first join on, servers with other kernels are refused."""
+    if models.pairing is not None:
+        bridge.require_kernels(models.pairing.kernels, models.pairing)
+    bridge.connect(models.model)
+
+
 def begin_run(
     config: TrainerConfig,
     start: Start,
@@ -213,8 +221,6 @@ def begin_run(
     for batch in start.learned:
         batches.settle(batch, optimizer.steps)
     bridge.require(require_fitting_logprobs(config))
-    if (pairing := require_pairing(config, models.model)) is not None:
-        bridge.require(pairing)
     ask_servers(config, ranks, bridge, batches)  # before there is anything to train on
     reference = None
     if config.asks_reference_workers:

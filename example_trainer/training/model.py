@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from example_trainer.config import TrainerConfig
+from example_trainer.config import TrainerConfig, flag_of
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder, load_model
@@ -23,6 +23,7 @@ from example_trainer.models.hf_checkpoint import (
 )
 from example_trainer.models.lora.layers import BaseModel, attach_adapters
 from example_trainer.models.lora.peft_format import check_same_adapter
+from example_trainer.models.router import RouterLosses
 from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.launch import place_of
 from example_trainer.parallel.ranks import Ranks
@@ -166,6 +167,7 @@ def fitted_to_model(config: TrainerConfig) -> TrainerConfig:
         ModelError: the model cannot be found or is not supported.
     """
     geometry = read_geometry(find_checkpoint(config.model_name))[0]
+    _require_experts(config, geometry)
     if geometry.architecture in FAMILIES:
         return config
     needs = {
@@ -188,6 +190,16 @@ def fitted_to_model(config: TrainerConfig) -> TrainerConfig:
         frozen,
     )
     return config.model_copy(update={"share_prefixes": False})
+
+
+def _require_experts(config: TrainerConfig, geometry: Geometry) -> None:
+    """Raise ConfigError if an option is of routers that the model does not have."""
+    for name in ("router_balance_coef", "router_z_coef"):
+        if getattr(config, name) and not geometry.sparse_layers:
+            raise ConfigError(
+                f"{flag_of(name)} {getattr(config, name):g} is the weight of a loss of routers, and --model-name "
+                f"{config.model_name} ({geometry.architecture}) has none that this trainer computes: leave it out"
+            )
 
 
 def decoder_maker(config: TrainerConfig, ranks: Ranks, trained: bool = True) -> DecoderMaker:
@@ -233,6 +245,10 @@ def make_model(
         source = config.model_name
     model = load_model(source, dtype, device, make)
     model.gradient_checkpointing = bool(config.gradient_checkpointing)
+    if model.arithmetic.routers is not None:
+        model.arithmetic.routers.losses = RouterLosses(
+            config.router_balance_coef, config.router_z_coef
+        )
     if config.lora:
         attach_adapters(model, config.lora)
     return model

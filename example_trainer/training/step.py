@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -211,10 +212,11 @@ class BatchGradients:
             reference,
         )
         self._parity, self._report = parity, report or TokenReport(0)
+        self._routers = model.arithmetic.routers
         self._known: list[list[_Known]] = []
         self._figures: StepFigures | None = None
         self._figures_with_this: StepFigures | None = None
-        self._counted = 0
+        self._updates_taken = 0
         self.updates = config.ppo_epochs * len(minibatches)
 
     def bins_of(self, number: int) -> Sequence[PackedBin]:
@@ -247,11 +249,12 @@ class BatchGradients:
                 self._taken
             )  # of an update that fails there is nothing in the row
         epoch, place = divmod(number, len(self._minibatches))
+        self._begin_routers(self._minibatches[place])
         counts = torch.zeros(2, dtype=torch.float64, device=self._model.output_weight.device)
         for bin, known in zip(self._minibatches[place], self._known[place], strict=True):
             self._stop.check()
-            packing = bin.packing()
-            logprobs, entropy = response_logprobs(self._model, bin, packing, self._config)
+            with self._counted(bin):
+                logprobs, entropy = response_logprobs(self._model, bin, bin.packing(), self._config)
             if number == 0:
                 self._compare(bin, logprobs)
                 known.proximal = logprobs.detach()
@@ -272,20 +275,53 @@ class BatchGradients:
     def updated(self) -> None:
         """The update was taken: its figures count. Not collective."""
         self._figures = self._figures_with_this
-        self._counted += 1
+        self._updates_taken += 1
+        if self._routers is not None:
+            self._routers.updated()
 
     def row(self) -> dict[str, float | None]:
         """The figures of the updates that were taken: see StepFigures.row; the loss is their mean."""
-        row = self._taken.row(self._model.shards.sum_figures)
+        total = self._model.shards.sum_figures
+        row = self._taken.row(total)
+        if self._routers is not None:
+            row |= self._routers.row(total)
         loss = row["loss"]
         if loss is None:
             return row
-        return row | {"loss": loss / self._counted}
+        return row | {"loss": loss / self._updates_taken}
 
     @property
     def _taken(self) -> StepFigures:
         assert self._figures is not None, "no update was taken"
         return self._figures
+
+    def _counted(self, bin: PackedBin) -> AbstractContextManager[None]:
+        """Count what the routers do with the tokens of a bin, in a forward pass."""
+        if self._routers is None:
+            return nullcontext()
+        return self._routers.passing(not bin.empty)
+
+    def _begin_routers(self, bins: Sequence[PackedBin]) -> None:
+        """Give the routers of a mixture what their losses need of an update: its number of tokens,
+        and the shares of the experts, from a forward pass over its bins.
+        """
+        if self._routers is None:
+            return
+        device, losses = self._model.output_weight.device, self._routers.losses
+        counted, shares = self._routers.begin_update(device), None
+        if not losses.balance and not losses.z:
+            return
+        if losses.balance:
+            for bin in bins:
+                self._stop.check()
+                with torch.no_grad(), self._counted(bin):
+                    self._model(bin.tokens, bin.packing())
+                    self._model.shards.release(self._model)
+            shares = counted.over_ranks(self._model.shards.sum_figures).shares()
+            self._routers.begin_update(device)
+        tokens = sum(len(bin.tokens) for bin in bins if not bin.empty)
+        held = torch.full((1,), tokens, dtype=torch.float64, device=device)
+        self._routers.give_losses(self._model.shards.sum_figures(held)[0], shares)
 
     def _pass_ahead(self) -> None:
         if not passes_ahead(self._objective, self._parity):

@@ -353,6 +353,7 @@ class Trainer:
                 if self.steps > before:  # also if it could not go on afterwards
                     self.trained = batch.lease
             self._note_uncorrected(batch)
+        self._note_idle_experts()
         computed, skipped = time.perf_counter(), self.skipped.stepped()
         self.unrecorded = TakenStep(batch, learned, skipped, begun, waited, computed, computed)
         return self.unrecorded
@@ -493,6 +494,13 @@ class Trainer:
         if note is not None and self.ranks.is_main and not self._noted_uncorrected:
             self._noted_uncorrected = True
             logger.warning("%s", note)
+
+    def _note_idle_experts(self) -> None:
+        routers = self.model.arithmetic.routers
+        if routers is None or not self.ranks.is_main:
+            return
+        if note := routers.warning():
+            logger.warning("Step %d: %s", self.steps, note)
 
     def _write_spans(self, step: TakenStep) -> None:
         moments = map(unix_ns, (step.begun, step.waited, step.computed, step.handed))

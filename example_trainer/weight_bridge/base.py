@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from example_trainer.errors import BridgeError
+from example_trainer.errors import BridgeError, TrainerError
 from example_trainer.weight_bridge.server_gpus import ServerGpus
 from vllm_patching.protocol.manifest import Manifest
 from vllm_patching.weights.families import Geometry
@@ -26,6 +26,10 @@ class LeaseLost(BridgeError):
 
     The update can be repeated.
     """
+
+
+class OneServerRefused(TrainerError):
+    """A check refuses this server; training may go on with others."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +179,21 @@ class WeightBridge(ABC):
         """Refuse servers that do not pass a check from now on.
 
         Args:
-            check: takes a server's address and its answer to /bridge/info; raises TrainerError.
-                Called by a thread of rank 0.
+            check: takes a server's address and its answer to /bridge/info; raises TrainerError, or
+                OneServerRefused to go on with the others. Called by a thread of rank 0.
         """
         return None
+
+    def require_kernels(
+        self, kernels: Mapping[str, str], check: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        """Refuse vLLM servers that run other kernels than the trainer from now on.
+
+        Args:
+            kernels: of the trainer, for a server that checks others itself.
+            check: see `require`.
+        """
+        self.require(check)
 
     def server_urls(self) -> list[str]:
         """Return the servers that weights go to now, on rank 0; empty if the options name them."""

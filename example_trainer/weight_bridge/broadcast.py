@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -220,6 +220,12 @@ class BroadcastBridge(WeightBridge):
     def require(self, check: Callable[[str, dict[str, Any]], None]) -> None:
         self._updates.require(lambda member: check(member.url, member.info))
 
+    def require_kernels(
+        self, kernels: Mapping[str, str], check: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self._updates.kernels = kernels
+        self.require(check)
+
     def server_urls(self) -> list[str]:
         with self._keeper.lock:
             return list(self._keeper.fleet.good)
@@ -420,6 +426,12 @@ class ParameterServerBridge(BroadcastBridge):
             require_fresh_enough(url, int(info.get("pull_every", 1)), push_every, max_staleness)
 
         self.require(check)
+
+    def require_kernels(
+        self, kernels: Mapping[str, str], check: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        """Have the parameter servers check their vLLM servers."""
+        self._updates.kernels = kernels
 
     def sync(
         self, version: int, write_weights: Callable[[], None], masters: Weights | None = None

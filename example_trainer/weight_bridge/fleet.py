@@ -185,18 +185,26 @@ class Fleet:
             self._stand(place, place.standing, sight.trouble, now)
 
     def failed(
-        self, url: str, reason: str, now: float, away: bool = False, hopeless: bool = False
+        self,
+        url: str,
+        reason: str,
+        now: float,
+        away: bool = False,
+        hopeless: bool = False,
+        instance: str = "",
     ) -> None:
         """Note a server that failed to join or failed in an update.
 
         Args:
             away: it was silent, or its process has ended.
             hopeless: it will never do it, as long as it is not restarted.
+            instance: of the process that failed, by which its restart is noticed; empty if unknown.
         """
         place = self.places.get(url)
         if place is None:
             return
         place.answers, place.hopeless = False, place.hopeless or hopeless
+        place.instance = instance or place.instance
         pause = (
             min(FIRST_PAUSE_SECONDS * 2 ** (place.failures - 1), LONGEST_PAUSE_SECONDS)
             if place.failures

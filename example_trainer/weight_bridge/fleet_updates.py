@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 
 from example_trainer.errors import BridgeError, TrainerError
 from example_trainer.vllm_client import ServerSilent
-from example_trainer.weight_bridge.base import LeaseLost
+from example_trainer.weight_bridge.base import LeaseLost, OneServerRefused
 from example_trainer.weight_bridge.fleet import (
     Evidence,
     Fleet,
@@ -168,6 +168,10 @@ class Unfit(BridgeError):
     """
 
 
+class Refused(Unfit):
+    """A server that only a check keeps out: training begins without it."""
+
+
 class Member:
     """One server, and what this trainer has agreed with it.
 
@@ -228,6 +232,7 @@ class Member:
         transfer: str,
         gpus: Sequence[str],
         check: MemberCheck,
+        kernels: Mapping[str, str] | None = None,
     ) -> int:
         """Begin an epoch with the server that answers now. Returns the number of parameters mapped,
         which is all of them.
@@ -237,6 +242,7 @@ class Member:
             transfer: auto, direct or overlapped.
             gpus: UUID of each trainer rank's GPU; empty on a CPU.
             check: raises if it must not be let in.
+            kernels: of this trainer, in deterministic mode.
 
         Raises:
             Unfit: it holds something else, or cannot be sent to.
@@ -261,9 +267,11 @@ class Member:
             check(self)
         except BridgeError:
             raise
+        except OneServerRefused as error:
+            raise Refused(str(error)) from error
         except TrainerError as error:
             raise Unfit(str(error)) from error
-        answer = self.server.init("broadcast", told, transfer)
+        answer = self.server.init("broadcast", told, transfer, kernels=kernels)
         self.epoch, self.transfer = answer["epoch"], answer["transfer"]
         self.route = route_to(self.info, gpus)
         self.replicas = int(answer.get("replicas", 1))
@@ -772,6 +780,7 @@ class FleetUpdates:
         self._shapes: Callable[[dict[str, Any]], Shapes] = lambda info: {}
         self._gpus: Sequence[str] = [""]
         self._checks: list[MemberCheck] = []
+        self.kernels: Mapping[str, str] | None = None
         self._groups = Groups()
         self.joins = self.mapped = 0
         self.begin_version(0, False)
@@ -833,6 +842,8 @@ class FleetUpdates:
         Args:
             gpus: UUID of each trainer rank's GPU; empty on a CPU.
 
+        A server that a check refuses is left out if enough others are there.
+
         Raises:
             BridgeError: one of them holds something else, or too few can be joined.
         """
@@ -845,8 +856,12 @@ class FleetUpdates:
         with self._keeper.updating():
             self._keeper.look(forced=True)
             failed = self._join(present).failed
+        left = len(present) - sum(isinstance(error, Refused) for error in failed.values())
         for error in failed.values():
-            if not is_away(error):
+            refused = isinstance(error, Refused)
+            if refused and left < self._keeper.fleet.least:
+                raise error
+            if not (refused or is_away(error)):
                 raise error
         self._keeper.start()
 
@@ -900,10 +915,8 @@ class FleetUpdates:
     def _join(self, urls: Iterable[str]) -> Answers[int]:
         """Join servers, all at the same time."""
         members = {url: self._keeper.members[url] for url in urls}
-        calls = {
-            url: partial(member.join, self._shapes, self._transfer, self._gpus, self._check)
-            for url, member in members.items()
-        }
+        how = (self._shapes, self._transfer, self._gpus, self._check, self.kernels)
+        calls = {url: partial(member.join, *how) for url, member in members.items()}
         others = self._others_wait(calls)
         answers = at_once(
             calls, self._timeout + _CALL_OFF_SECONDS, self.patience, lambda ok: others or bool(ok)
@@ -914,7 +927,9 @@ class FleetUpdates:
                 self._keeper.fleet.joined(url, members[url].instance)
             for url, error in answers.failed.items():
                 reason = _failure(url, error).text
-                self._blame(url, reason, is_away(error), isinstance(error, Unfit))
+                unfit = isinstance(error, Unfit)
+                instance = members[url].instance * unfit
+                self._blame(url, reason, is_away(error), unfit, instance)
             self._keeper.tell()
         return answers
 
@@ -1135,9 +1150,9 @@ class FleetUpdates:
         for url, error in answers.failed.items():
             logger.info("[Fleet] %s has not heard that it is quarantined: %s", url, error)
 
-    def _blame(self, url: str, reason: str, away: bool, hopeless: bool) -> None:
+    def _blame(self, url: str, reason: str, away: bool, hopeless: bool, instance: str = "") -> None:
         self._keeper.members[url].joined = False
-        self._keeper.fleet.failed(url, reason, time.monotonic(), away, hopeless)
+        self._keeper.fleet.failed(url, reason, time.monotonic(), away, hopeless, instance)
 
     def _of(self, group: UpdateGroup) -> dict[str, Member]:
         return {url: self._keeper.members[url] for url in group.urls}

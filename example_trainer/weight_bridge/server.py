@@ -100,8 +100,12 @@ class BridgeServer(WeightServer):
         transfer: str = "auto",
         events: Sequence[str] = (),
         writers: Sequence[Writer] = (),
+        kernels: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Join the server as a new epoch.
+
+        Args:
+            kernels: of a trainer in deterministic mode.
 
         Returns:
             instance, epoch, transfer, weight_version, replicas and follows_writes.
@@ -118,6 +122,8 @@ class BridgeServer(WeightServer):
             "writers": [writer.to_json() for writer in writers or [this_process()]],
             "parameters": shapes,
         }
+        if kernels is not None:
+            body["kernels"] = dict(kernels)
         answer = self.post("init", body)
         self.require_same(answer["instance"], "the server that was joined")
         return answer

@@ -91,6 +91,8 @@ class SingleCopyBridge(WeightBridge):
         self._device = torch.device("cpu")
         self._epoch = 0
         self._version = 0
+        self._checks: list[Callable[[str, dict[str, Any]], None]] = []
+        self._kernels: Mapping[str, str] | None = None
 
     def serving_dtype(self) -> torch.dtype | None:
         """See WeightBridge.serving_dtype.
@@ -111,6 +113,15 @@ class SingleCopyBridge(WeightBridge):
         if any(info.get("gpu_uuids", ())):
             self.server_share = info.get("gpu_memory_utilization")
         return served_dtype(info)
+
+    def require(self, check: Callable[[str, dict[str, Any]], None]) -> None:
+        self._checks.append(check)
+
+    def require_kernels(
+        self, kernels: Mapping[str, str], check: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self._kernels = kernels
+        self.require(check)
 
     def require_shapes(self, shapes: Shapes) -> None:
         require_layout(self._manifests, shapes, f", which serves {self._served_model}")
@@ -190,6 +201,8 @@ class SingleCopyBridge(WeightBridge):
         """
         assert self._model is not None
         info = self._ask()
+        if self._checks:
+            self._ranks.on_main("checking the vLLM server", lambda: self._check(info))
         self.params_mapped, self.params_total = check_layout(info, self._shapes), len(self._shapes)
         layout, _ = flat_layout(manifests_of(info)[self._ranks.rank])
         parameters = dict(self._model.named_parameters())
@@ -209,6 +222,14 @@ class SingleCopyBridge(WeightBridge):
             self.params_mapped,
         )
 
+    def _check(self, info: dict[str, Any]) -> None:
+        """Raise BridgeError if a check refuses the server that answers now."""
+        for check in self._checks:
+            try:
+                check(self._server.url, info)
+            except TrainerError as error:
+                raise BridgeError(str(error)) from error
+
     def _join(self, device: torch.device) -> None:
         """Begin an epoch; on a GPU the server gets an event of each rank's, which its checks wait
         for.
@@ -226,7 +247,9 @@ class SingleCopyBridge(WeightBridge):
             self._give_back("the trainer joins anew")
         answer = self._post(
             "init",
-            lambda: self._server.init("single_copy", self._shapes, events=handles, writers=writers),
+            lambda: self._server.init(
+                "single_copy", self._shapes, events=handles, writers=writers, kernels=self._kernels
+            ),
         )
         self._epoch, self._server_follows = answer["epoch"], answer["follows_writes"]
 

@@ -130,9 +130,6 @@ REFUSED = {
         "--max-staleness 2 would wait for newer rollouts for ever: with --push-every 4 they "
         "are up to 3 versions behind"
     ),
-    "--weight-bridge-mode parameter_server --parameter-servers h:1 --deterministic": (
-        "--deterministic needs --weight-bridge-mode shared_vllm"
-    ),
     "--weight-bridge-mode parameter_server --parameter-servers h:1 --single-copy": (
         "--single-copy needs --weight-bridge-mode shared_vllm"
     ),
@@ -141,10 +138,10 @@ REFUSED = {
     ),
     # deterministic mode
     "--deterministic --weight-bridge-mode none": (
-        "--deterministic needs --weight-bridge-mode shared_vllm, which is 'none'"
+        "--deterministic needs --weight-bridge-mode shared_vllm or parameter_server, and it is"
     ),
     "--deterministic --weight-bridge-mode lora_only": (
-        "--deterministic needs --weight-bridge-mode shared_vllm"
+        "--deterministic excludes --weight-bridge-mode lora_only: vLLM's kernels for adapters"
     ),
     "--deterministic --weight-bridge-mode shared_vllm --temperature 0.7": (
         "--deterministic needs --temperature 1, which is 0.7"

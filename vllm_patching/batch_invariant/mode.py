@@ -26,7 +26,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "it was never tried"),
     "data_parallel_size": (1, "start one server for each replica instead"),
     "decode_context_parallel_size": (1, "it splits the sums of attention"),
-    "enable_lora": (False, "the kernels of adapters have no counterpart in the trainer"),
+    "enable_lora": (False, "the kernels of adapters have no counterpart in the trainer; leave it out, train all weights"),
     "quantization": (None, "quantised weights differ from the trainer's"),
     "speculative_config": (None, "several tokens are verified in one step by other kernels"),
     "kv_cache_dtype": ("auto", "keys and values must be kept in the model's dtype"),

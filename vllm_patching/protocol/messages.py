@@ -106,6 +106,9 @@ class InitBody(Message):
     writers: list[WriterBody] = Field(
         min_length=1, max_length=4096, description="every process of the trainer"
     )
+    kernels: dict[str, str] | None = Field(
+        default=None, description="operation -> kernel of a trainer in deterministic mode"
+    )
 
 
 class CohortBody(Message):

@@ -471,6 +471,8 @@ class BridgeController:
         self._keep_cache = keep_cache
         self.instance = uuid.uuid4().hex
         """Another one after each start of the server."""
+        self.trainer_kernels: dict[str, str] | None = None
+        """Kernels of the trainer that joined last, if it is in deterministic mode."""
         self._manifests: list[Manifest] = []
         self._handles: list[dict[str, Any] | None] = []
         self._recomputes = False
@@ -623,6 +625,7 @@ class BridgeController:
         transfer: str = "auto",
         events: Sequence[str] = (),
         weight_epoch: int = 0,
+        kernels: dict[str, str] | None = None,
     ) -> dict[str, Any]:
         """Let a trainer join: compare the layouts, and begin an epoch.
 
@@ -634,6 +637,8 @@ class BridgeController:
             events: handles of CUDA events, one for each rank, that a trainer of a single copy
                 records behind its writes.
             weight_epoch: of the weights that the trainer sends (see version_spans.Weights).
+            kernels: of a trainer in deterministic mode, for GET /deterministic; a parameter server
+                compares its servers' with them.
 
         Returns:
             instance, epoch, transfer, weight_version, replicas, and follows_writes: checks wait for
@@ -655,6 +660,7 @@ class BridgeController:
             epoch = self._or_conflict(
                 lambda: self.state.begin_epoch(trainer, mode, chosen, weight_epoch)
             )
+            self.trainer_kernels = kernels
             follows_writes = await self._follow(writers, events)
             try:
                 self._write_config()

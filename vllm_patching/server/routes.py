@@ -312,7 +312,11 @@ def _add_engine_routes(router: APIRouter, service: LockstepService) -> None:
                 404,
                 "this server is not in deterministic mode: stop it, and start it with --deterministic",
             )
-        return JSONResponse(service.deterministic)
+        trainer = service.bridge and service.bridge.trainer_kernels
+        version, _ = service.weights()
+        return JSONResponse(
+            {**service.deterministic, "trainer": trainer, "weight_version": version}
+        )
 
     @router.get("/sampling")
     async def sampling() -> JSONResponse:

@@ -93,6 +93,23 @@ export const CHARTS = [
       { name: "ratio_max", label: "largest" },
     ],
   },
+  {
+    id: "experts",
+    title: "Load of the busiest expert by the mean",
+    fromZero: true,
+    empty: "No mixture of experts, or no step yet.",
+    lines: [
+      { name: "expert_load", label: "mean of the layers" },
+      { name: "expert_load_max", label: "worst layer" },
+    ],
+  },
+  {
+    id: "unused_experts",
+    title: "Experts without a token",
+    fromZero: true,
+    empty: "No mixture of experts, or no step yet.",
+    lines: [{ name: "unused_experts", label: "of all layers" }],
+  },
   { id: "grad", title: "Gradient norm", fromZero: true, log: true, lines: [{ name: "grad_norm", label: "before clipping" }] },
 ];
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,12 @@ from example_trainer.batch.groups import UNKNOWN_VERSION, Batch
 from example_trainer.batch.packing import PackedBin
 from example_trainer.deterministic.pairing import (
     deterministic_decoder,
+    make_pairing,
     make_parity,
     model_provenance,
     pair,
 )
-from example_trainer.deterministic.parity import ParityCheck, ParityError, weights_sha
+from example_trainer.deterministic.parity import PairingError, ParityCheck, ParityError, weights_sha
 from example_trainer.errors import ConfigError, ModelError
 from example_trainer.models import Decoder
 from example_trainer.parallel.ranks import Ranks
@@ -273,13 +275,58 @@ def test_the_trainer_asks_the_server_which_kernels_it_runs(tmp_path: Path) -> No
     with HttpServer(answer) as server:
         address = f"127.0.0.1:{server.port}"
         options = config(tmp_path, vllm_servers=[address])
-        assert type(make_parity(options, model)) is ParityCheck
+        pairing = make_pairing(options, model)
+        assert pairing is not None
+        assert pairing.servers[f"http://{address}"]["kernels"] == kernels
+        assert type(make_parity(options, pairing)) is ParityCheck
         del reports[0]
         with pytest.raises(
             ParityError, match=f"server at http://{address} is not in deterministic mode"
         ):
-            make_parity(options, model)
-    assert make_parity(options.model_copy(update={"deterministic": False}), model) is None
+            make_pairing(options, model)
+    ordinary = options.model_copy(update={"deterministic": False})
+    assert make_pairing(ordinary, model) is None
+    assert make_parity(ordinary, None) is None
+
+
+def test_a_server_with_other_kernels_is_left_out_where_enough_others_are_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = decoder_for("cpu")
+    kernels = model_provenance(model)
+    report = {"provenance": kernels, "rotary_table": kernels["rotary_table"], "checks": 7}
+    other = report | {"provenance": kernels | {"plan": "parts 2"}}
+
+    def answering(told: dict[str, Any]) -> HttpServer:
+        return HttpServer(lambda _: (200, {"instance": "a", "deterministic": told}))
+
+    with answering(report) as good, answering(other) as bad:
+        servers = [f"127.0.0.1:{server.port}" for server in (bad, good)]
+        pairing = make_pairing(config(tmp_path, vllm_servers=servers), model)
+        assert pairing is not None
+        assert {url: server["checks"] for url, server in pairing.servers.items()} == {
+            f"http://{servers[1]}": 7
+        }
+        assert pairing.theirs == kernels
+        refusal = f"the vLLM server at http://{servers[0]} does not run this trainer's kernels"
+        assert refusal in caplog.text
+        assert "plan: 'missing' here, 'parts 2' there" in caplog.text
+        assert "training begins with 1 others" in caplog.text
+        with pytest.raises(PairingError, match=f"^{refusal}"):
+            make_pairing(config(tmp_path, vllm_servers=servers, min_servers=2), model)
+        with pytest.raises(PairingError):
+            make_pairing(config(tmp_path, vllm_servers=servers[:1]), model)
+
+
+def test_a_parameter_server_pairs_its_servers_itself(tmp_path: Path) -> None:
+    """Nothing is asked of it: nothing listens at its address."""
+    options = config(
+        tmp_path, weight_bridge_mode="parameter_server", parameter_servers=["127.0.0.1:9"]
+    )
+    pairing = make_pairing(options, decoder_for("cpu"))
+    assert pairing is not None
+    assert pairing.theirs == pairing.kernels
+    assert pairing.servers == {}
 
 
 def test_an_ordinary_model_is_not_passed_off_as_a_deterministic_one() -> None:

@@ -14,6 +14,7 @@ from example_trainer.algorithm.objective import StepFigures
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.reader import BatchFigures
 from example_trainer.errors import ConfigError
+from example_trainer.models.router import ROUTER_FIGURES
 from example_trainer.observe.exporter import (
     COUNTERS,
     GAUGES,
@@ -105,7 +106,7 @@ def test_every_figure_of_a_step_is_shown(server: MetricsServer) -> None:
     own = set(BatchFigures.__annotations__) - UNSHOWN - {"rewards", "success_rates"}
     assert [
         key
-        for key in (*passes, *own)
+        for key in (*passes, *ROUTER_FIGURES, *own)
         if key not in GAUGES | COUNTERS and not key.startswith(tuple(LABELLED))
     ] == []
     server.update(

@@ -62,3 +62,14 @@ def test_the_short_line() -> None:
         str(StepFigures(7, 100, -0.5, None, 2.0, "?"))
         == "step 7/100  reward -0.500  2 tok/s  staleness ?"
     )
+
+
+def test_a_mixture_has_its_load_in_the_line() -> None:
+    row = row_of_a_step(
+        expert_load=1.234, expert_load_max=3.0, unused_experts=2.0, router_entropy=2.1039
+    )
+    assert step_line(1, 2, row).endswith(
+        "  expert load 1.23 (max 3.00)  unused 2  router entropy 2.104"
+    )
+    assert "expert" not in step_line(1, 2, row_of_a_step())
+    assert "expert" not in step_line(1, 2, row | {"expert_load": None})

@@ -71,7 +71,12 @@ class Trainer:
     """Weights of version v are v everywhere."""
 
     def __init__(
-        self, servers: list[HeldServer], epoch: int = 5, push_every: int = 1, last: int = 1000
+        self,
+        servers: list[HeldServer],
+        epoch: int = 5,
+        push_every: int = 1,
+        last: int = 1000,
+        kernels: dict[str, str] | None = None,
     ) -> None:
         self.model = tiny_model(full=True)
         clients = [
@@ -80,6 +85,8 @@ class Trainer:
         ]
         self.bridge = ParameterServerBridge(clients, None, 1, PATIENCE, push_every, last, None)
         self.bridge.serving_dtype()
+        if kernels is not None:
+            self.bridge.require_kernels(kernels, lambda url, info: None)
         self.bridge.connect(self.model)
         self.version = 0
 
@@ -125,7 +132,7 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def training(servers: list[HeldServer], port: int, **options: int) -> Iterator[Trainer]:
+def training(servers: list[HeldServer], port: int, **options: Any) -> Iterator[Trainer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_PORT", str(port))
         trainer = Trainer(servers, **options)
@@ -437,3 +444,43 @@ def test_two_parameter_servers_share_the_servers_and_one_that_joins_by_the_servi
     sound(found)
     for process in (*holders, *found):
         process.kill()
+
+
+def test_of_a_deterministic_trainer_only_servers_with_its_kernels_get_weights(
+    starter: Starter, model: Path, free_port: Callable[[], int]
+) -> None:
+    kernels = {"linear": "cublaslt 130100", "plan": "parts 1", "rotary_table": "0a"}
+    same = {"provenance": kernels, "rotary_table": "0a", "checks": 3}
+    other = same | {"provenance": kernels | {"plan": "parts 2"}}
+    servers = [
+        LightServer(starter, free_port(), deterministic=report) for report in (same, other, None)
+    ]
+    for server in servers:
+        server.start()
+    named = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    holder = HeldServer(starter, free_port(), model=model, more=("--vllm-servers", named))
+    holder.start()
+
+    def reasons() -> list[str]:
+        table = holder.get("/fleet")
+        assert table is not None
+        return [row["reason"] for row in table["servers"]]
+
+    with training([holder], free_port(), kernels=kernels) as trainer:
+        trainer.step()
+        trainer.until_served(servers[:1])
+        until(lambda: all(reasons()[1:]))
+        until(lambda: "has not been asked yet" not in reasons())
+        trainer.step()
+        trainer.until_served(servers[:1])
+    first, second, third = reasons()
+    assert first == ""
+    assert "plan: 'parts 1' here, 'parts 2' there" in second
+    assert "is not in deterministic mode; start it with --deterministic" in third
+    assert [server.get("/weights")["weight_version"] for server in servers] == [2, 0, 0]  # type: ignore[index]
+    with training([holder], free_port(), epoch=6) as ordinary:
+        ordinary.step()
+        for server in servers[1:]:
+            server.kill()
+            server.start()
+        ordinary.until_served(servers)

@@ -129,6 +129,13 @@ def test_options_that_need_a_decoder_of_its_own_are_refused(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["router_balance_coef", "router_z_coef"])
+def test_losses_of_routers_need_routers_of_our_own(name: str) -> None:
+    flag = f"--{name.replace('_', '-')} 0.01"
+    with pytest.raises(ConfigError, match=f"^{flag} is the weight .* leave it out$"):
+        fitted_to_model(config(**{name: 0.01}))
+
+
 def test_the_log_names_the_tier(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     assert not fitted_to_model(config()).shares_prefixes

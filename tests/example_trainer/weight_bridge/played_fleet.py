@@ -268,7 +268,12 @@ class World:
         self.model.weight = torch.nn.Parameter(torch.zeros(4))
         self.bridges: list[BroadcastBridge] = []
 
-    def trainer(self, least: int = 1, limit: float = SOON) -> BroadcastBridge:
+    def trainer(
+        self,
+        least: int = 1,
+        limit: float = SOON,
+        check: Callable[[str, dict[str, Any]], None] | None = None,
+    ) -> BroadcastBridge:
         clients = [PlayedClient(played, limit) for played in self.servers]
         made = {client.url: client for client in clients}
         bridge = BroadcastBridge(
@@ -276,6 +281,8 @@ class World:
         )
         self.bridges.append(bridge)
         bridge.serving_dtype()
+        if check is not None:
+            bridge.require(check)
         bridge.connect(self.model)
         self.step(bridge, 1)
         return bridge

@@ -8,13 +8,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from example_trainer.errors import BridgeError
 from example_trainer.vllm_client import ServerRefused, ServerSilent
-from example_trainer.weight_bridge.base import LeaseLost
+from example_trainer.weight_bridge.base import LeaseLost, OneServerRefused
 from example_trainer.weight_bridge.fleet import Standing
 from tests.example_trainer.weight_bridge.played_fleet import SOON, PlayedServer, World
 
@@ -276,6 +277,53 @@ def test_a_server_with_another_model_ends_the_start_and_is_kept_out_later(world:
     world.step(bridge, 2)
     until(lambda: not bridge.server_restarted())
     assert len(world.right(2)) == 2
+
+
+def refusing(url: str, text: str) -> Callable[[str, dict[str, Any]], None]:
+    """A check that one server does not pass."""
+
+    def check(asked: str, info: dict[str, Any]) -> None:
+        if asked == url:
+            raise OneServerRefused(f"{url} {text}")
+
+    return check
+
+
+def test_a_server_with_other_kernels_is_left_out_from_the_start(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = world.servers[1]
+    check = refusing(other.url, "runs other kernels: plan: '1' here, '2' there")
+    bridge = world.trainer(least=2, check=check)
+    assert len(world.right(1)) == 2
+    assert other.heard == []
+    place = bridge._keeper.fleet.places[other.url]
+    assert place.hopeless
+    assert "runs other kernels: plan" in place.reason
+    assert f"[Fleet] {other.url} quarantined: runs other kernels" in caplog.text
+    other.restart()  # the check is repeated: as if it had come back with the right ones
+    bridge._updates._checks.clear()
+    until(bridge.server_restarted)
+    world.step(bridge, 2)
+    assert len(world.right(2)) == 3
+
+
+def test_with_other_kernels_on_too_many_servers_the_start_ends(world: World) -> None:
+    with pytest.raises(BridgeError, match="runs other kernels"):
+        world.trainer(least=3, check=refusing(world.servers[1].url, "runs other kernels"))
+
+
+def test_a_server_that_comes_back_with_other_kernels_is_kept_out(world: World) -> None:
+    bridge = world.trainer(check=refusing("http://127.0.0.1:9004", "is not there"))
+    bridge.require(refusing(world.servers[0].url, "runs other kernels"))
+    world.servers[0].restart()
+    world.step(bridge, 2)
+    until(bridge.server_restarted)
+    bridge.keep_serving(lambda: None)
+    assert len(world.right(2)) == 2
+    assert "runs other kernels" in bridge.server_trouble()
+    world.step(bridge, 3)
+    assert len(world.right(3)) == 2
 
 
 def test_a_server_that_is_wanted_joins_and_one_that_leaves_goes(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from example_trainer.deterministic.pairing import Pairing
 from example_trainer.errors import BridgeError
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
@@ -41,6 +42,8 @@ class Server(HttpServer):
         )
         self.steps: list[str] = []
         self.facts: dict[str, Any] = {}
+        self.joined_with: dict[str, str] | None = None
+        """Kernels that the trainer named as it joined."""
         self.not_finite = ""
         self.hangs_for = 0
         """Looks at its state for which its engine still makes no progress."""
@@ -61,6 +64,8 @@ class Server(HttpServer):
             state = {"healthy": not told, "trouble": told, "engine_trouble": told}
             return 200, {"instance": "one", "engine_dead": False, "last_error": ""} | state
         self.steps.append(step)
+        if step == "init":
+            self.joined_with = body.get("kernels")
         if self.hangs_for > 0 and step == "begin":
             return 503, {"error": "the engine does not answer"}
         if step == "begin":
@@ -111,6 +116,23 @@ def unjoined(server: Server) -> Iterator[SingleCopyBridge]:
 def test_a_server_that_fits_is_accepted_before_a_model_is_there(unjoined: SingleCopyBridge) -> None:
     assert unjoined.serving_dtype() is torch.float32
     unjoined.require_shapes({"weight": ((2, 3), "float32")})
+
+
+def test_a_server_with_other_kernels_is_not_joined(
+    server: Server, unjoined: SingleCopyBridge
+) -> None:
+    kernels = {"linear": "cublaslt", "plan": "parts 1", "rotary_table": "0a"}
+    report = {"provenance": kernels, "rotary_table": "0a", "checks": 3, "seconds": 1.5}
+    server.facts["deterministic"] = report | {"provenance": kernels | {"plan": "parts 2"}}
+    unjoined.require_kernels(kernels, Pairing(kernels))
+    model = OneWeight()
+    with pytest.raises(BridgeError, match="plan: 'parts 1' here, 'parts 2' there"):
+        unjoined.connect(model)
+    assert server.steps == []
+    server.facts["deterministic"] = report
+    unjoined.connect(model)
+    assert server.steps == ["init"]
+    assert server.joined_with == kernels
 
 
 @pytest.mark.parametrize(
