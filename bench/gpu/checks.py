@@ -35,6 +35,7 @@ def run_checks(
     checks: Mapping[str, Check],
     arguments: list[str] | None = None,
     more: Callable[[], dict[str, Any]] = dict,
+    needs_gpu: bool = True,
 ) -> int:
     """Run the checks and return the exit status.
 
@@ -42,9 +43,10 @@ def run_checks(
         doc: the program's docstring.
         checks: name -> check.
         more: makes further entries of the results file, after the checks.
+        needs_gpu: without a GPU no check is made.
     """
     options = command_line(doc, JSON).parse_args(arguments)
-    if not torch.cuda.is_available():
+    if needs_gpu and not torch.cuda.is_available():
         print(NEEDS_GPU)
         return 2
     outcomes = {}
@@ -56,7 +58,9 @@ def run_checks(
             mark = "ok    "
         seconds = time.perf_counter() - began
         print(f"{mark} {name}: {outcome['seen']}  ({seconds:.1f} s)", flush=True)
-    facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    facts = {"gpu": "none", "torch": torch.__version__}
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
     write_results(options, {**facts, "checks": outcomes, **more()})
     passed = sum(outcome["passed"] for outcome in outcomes.values())
     print(f"{passed} of {len(outcomes)} checks passed")

@@ -10,10 +10,12 @@ even if others fail, and reports what it saw.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,9 +26,11 @@ from torch import Tensor
 
 from bench.gpu.checks import run_checks
 from example_trainer.models import Decoder
-from example_trainer.models.ops import fast_kernels, reference, triton_gradients
+from example_trainer.models.ops import fast_kernels, mixture, reference, triton_gradients
 from example_trainer.models.packing import NO_PARENT, Packing
 from example_trainer.models.shards import GradientSums
+from vllm_patching.batch_invariant import kernels, ops
+from vllm_patching.batch_invariant import reference as invariant_reference
 from vllm_patching.weights.families import Geometry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,6 +196,69 @@ def head(name: str, dtype: torch.dtype, totals: bool) -> Result:
     )
 
 
+def routed(dtype: torch.dtype, tokens: int, experts: int, count: int) -> Result:
+    """The router's kernel, with equal logits in each row, beside the reference's choices."""
+    logits = draw(dtype, tokens, experts)
+    logits[:, experts // 2 :] = logits[:, : experts - experts // 2]
+    details = []
+    for renormalised in (False, True):
+        weights, chosen = kernels.route(logits, count, renormalised)
+        expected, numbers = invariant_reference.route(logits.cpu(), count, renormalised)
+        wrong = int((chosen.cpu() != numbers).any(dim=1).sum())
+        details.append((wrong, relative_error(weights.cpu(), expected)))
+    passed_all = all(not wrong and error < 5e-6 for wrong, error in details)
+    return passed_all, ", ".join(f"{wrong} tokens differ, {error:.1e}" for wrong, error in details)
+
+
+def mixed(dtype: torch.dtype, totals: bool) -> Result:
+    """Experts with Triton's kernels for all but the products, both directions; one is idle."""
+    from tests.example_trainer.deterministic.cases import Sizes, errors
+
+    def experts(
+        x: Tensor, weights: Tensor, chosen: Tensor, w13: Tensor, w2: Tensor, packing: Packing,
+        sums: Any,
+    ) -> Tensor:  # fmt: skip
+        gated, begins = fast_kernels.silu_and_mul, packing.cu_seqlens
+        return mixture.experts(x, weights, chosen, w13, w2, begins, sums, gated, triton_gradients)
+
+    table: Any = SimpleNamespace(experts=experts)
+    sizes = Sizes((80, 1, 60), hidden=144, inner=136)
+    found = errors("experts", sizes, dtype, DEVICE, ops=table, totals=totals)
+    return max(found.values()) <= KERNEL_LIMIT[dtype], ", ".join(
+        f"{key} {error:.1e}" for key, error in found.items()
+    )
+
+
+def grouped(dtype: torch.dtype, tokens: int) -> Result:
+    """PyTorch's grouped product beside plain ones, and each row's bits in a smaller batch."""
+    experts, count = 16, 4
+    x, weight = draw(dtype, tokens, 64), draw(dtype, experts, 32, 64)
+    chosen = torch.rand(tokens, experts, device=DEVICE).argsort()[:, :count]
+
+    def slots(rows: slice) -> Tensor:
+        assigned = ops.assign(chosen[rows], experts)
+        picked = x[rows][assigned.order // count]
+        return ops.grouped_product(picked, weight, assigned.ends)[assigned.places]
+
+    whole = slots(slice(0, tokens))
+    expected = torch.einsum("toh,th->to", weight[chosen.flatten()].double(),
+                            x.double().repeat_interleave(count, 0))  # fmt: skip
+    changed = sum(
+        not torch.equal(slots(slice(first, last)), whole[first * count : last * count])
+        for first, last in ((0, 1), (3, 7), (tokens // 2, tokens))
+    )
+    good, error = worst(KERNEL_LIMIT[dtype], [(whole, expected)])
+    return good and not (changed and DEVICE == "cuda"), f"{error}, {changed} batches differ"
+
+
+def added_slots(dtype: torch.dtype) -> Result:
+    """The weighted sum over slots beside float64."""
+    rows, weights = draw(dtype, 30, 200), torch.randn(10, 3, device=DEVICE)
+    places = torch.randperm(30, device=DEVICE)
+    expected = (rows[places].double().view(10, 3, -1) * weights.double()[:, :, None]).sum(1)
+    return worst(KERNEL_LIMIT[dtype], [(kernels.weighted_sum(rows, places, weights), expected)])
+
+
 def geometry(**changes: Any) -> Geometry:
     """A decoder of four layers."""
     sizes: dict[str, Any] = {
@@ -336,6 +403,21 @@ def kernel_checks(dtype: torch.dtype) -> Checks:
     return found
 
 
+def mixture_checks(dtype: torch.dtype) -> Checks:
+    """Routers, experts and their sums."""
+    found: Checks = {"sum over slots": partial(added_slots, dtype)}
+    for tokens, experts, count in ((1, 4, 2), (70, 6, 6), (33, 128, 8)):
+        name = f"router, {count} of {experts}, {tokens} tokens"
+        found[name] = partial(routed, dtype, tokens, experts, count)
+    # A GPU has the grouped product in 16 bits alone, and the interpreter has no such products.
+    if (DEVICE == "cpu") == (dtype == torch.float32):
+        found["grouped product"] = partial(grouped, dtype, 50)
+        for totals in (False, True):
+            name = f"experts, {'summed' if totals else 'by autograd'}"
+            found[name] = partial(mixed, dtype, totals)
+    return found
+
+
 def rotation_checks(dtype: torch.dtype) -> Checks:
     """Norms and rotations of heads, also of a part of each head and of neighbours."""
     found: Checks = {}
@@ -360,6 +442,12 @@ def model_checks() -> Checks:
         "query_scalar": 200.0,
     }
     phi = {"qk_norm": False, "head_dim": 96, "partial_rotary_factor": 0.667}
+    experts = {
+        "num_experts": 4,
+        "experts_per_token": 4,
+        "moe_intermediate_size": 256,
+        "dense_layers": frozenset([1]),
+    }
     shapes = {
         "Qwen3, tied": geometry(),
         "biases, untied, width 128": geometry(**llama, head_dim=128, num_kv_heads=1),
@@ -367,6 +455,8 @@ def model_checks() -> Checks:
         "Phi 3, two thirds rotated": geometry(architecture="Phi3ForCausalLM", **phi),
         "OLMo 2": geometry(architecture="Olmo2ForCausalLM"),
         "Gemma 3": geometry(**gemma),
+        # Each token has all experts: rounding cannot change their choice.
+        "Qwen3-MoE": geometry(architecture="Qwen3MoeForCausalLM", **experts),
         "GLM 4": geometry(architecture="Glm4ForCausalLM", **llama, partial_rotary_factor=0.5),
     }
     found: Checks = {}
@@ -383,7 +473,8 @@ def checks() -> Checks:
     found: Checks = {}
     for dtype in (torch.float32, torch.bfloat16):
         kind = str(dtype).removeprefix("torch.")
-        for name, check in (kernel_checks(dtype) | rotation_checks(dtype)).items():
+        every = kernel_checks(dtype) | rotation_checks(dtype) | mixture_checks(dtype)
+        for name, check in every.items():
             found[f"{name}, {kind}"] = check
     if DEVICE == "cuda":
         found |= model_checks()
@@ -393,7 +484,8 @@ def checks() -> Checks:
 def main(arguments: list[str] | None = None) -> int:
     """Make every check; 0 if all passed."""
     torch.manual_seed(0)
-    return run_checks(__doc__, checks(), arguments)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return run_checks(__doc__, checks(), arguments, needs_gpu=not interpreted)
 
 
 if __name__ == "__main__":

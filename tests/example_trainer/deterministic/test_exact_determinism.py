@@ -20,15 +20,20 @@ if __name__ == "__main__":
 
     sys.exit(main())
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from example_trainer.models import Decoder
 from example_trainer.models.ops import invariant as functions
 from example_trainer.models.packing import Packing
 from example_trainer.models.qwen3 import Qwen3ModelArgs, Qwen3VLLMCompatModel
 from tests.example_trainer.deterministic.cases import INVARIANT_CASES, Draws, Sizes
 from tests.example_trainer.deterministic.determinism_check import LENGTHS, packed_bits, run_bits
+from tests.example_trainer.deterministic.training import SMALL, decoder_for, summed_gradients
+from vllm_patching.weights.families import FAMILIES
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
@@ -68,6 +73,42 @@ def test_a_prefix_has_the_bits_of_the_longer_sequence() -> None:
     whole = model(tokens, Packing([130]))
     for length in (1, 63, 64, 65, 129):
         assert torch.equal(model(tokens[:length], Packing([length])), whole[:length])
+
+
+MIXTURE = replace(
+    SMALL,
+    architecture="Qwen3MoeForCausalLM",
+    num_experts=6,
+    experts_per_token=2,
+    moe_intermediate_size=24,
+    norm_topk_prob=True,
+    dense_layers=frozenset([1]),
+)
+
+
+@pytest.fixture
+def mixture(monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """A mixture in deterministic mode, whether or not a server has one."""
+    family = replace(FAMILIES[MIXTURE.architecture], no_determinism="")
+    monkeypatch.setitem(FAMILIES, MIXTURE.architecture, family)
+    return decoder_for("cpu", geometry=MIXTURE)
+
+
+def test_a_sequence_of_a_mixture_has_the_bits_of_itself_alone(mixture: Decoder) -> None:
+    generator = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(0, 97, (length,), generator=generator) for length in LENGTHS]
+    together, _ = packed_bits(mixture, sequences)
+    assert together == [packed_bits(mixture, [sequence])[0][0] for sequence in sequences]
+
+
+def test_gradients_of_a_mixture_do_not_depend_on_the_passes(mixture: Decoder) -> None:
+    generator = torch.Generator().manual_seed(4)
+    sequences = [torch.randint(0, 97, (length,), generator=generator) for length in (9, 40, 1, 70)]
+    gradients = [summed_gradients(mixture, sequences, size) for size in (1, 2, 4)]
+    assert gradients[0].keys() == dict(mixture.named_parameters()).keys()
+    for name, first in gradients[0].items():
+        assert first.any(), name
+        assert all(torch.equal(first, other[name]) for other in gradients[1:]), name
 
 
 def test_gradients_through_attention_do_not_depend_on_the_packing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -27,6 +28,7 @@ def row_operations(dtype: torch.dtype) -> dict[str, Callable[[slice], torch.Tens
         normal(*shape, dtype=dtype, seed=2) for shape in ((96,), (51, 96), (51,))
     )
     table = ops.rotary_table(32, 128, 1e4, dtype, torch.device("cpu"))
+    experts = normal(7, 40, 96, dtype=dtype, seed=3), normal(7, 96, 20, dtype=dtype, seed=4)
     positions, targets = torch.arange(TOKENS), torch.arange(TOKENS) % 51
     return {
         "linear": lambda rows: ops.linear(x[rows], matrix, bias),
@@ -39,6 +41,8 @@ def row_operations(dtype: torch.dtype) -> dict[str, Callable[[slice], torch.Tens
             ops.rotary_embedding(positions[rows], x[rows], other[rows], 32, table), -1
         ),
         "silu_and_mul": lambda rows: ops.silu_and_mul(x[rows]),
+        "route": lambda rows: torch.cat([x.double() for x in ops.route(x[rows, :7], 3, True)], -1),
+        "experts": lambda rows: ops.experts(x[rows], *ops.route(x[rows, :7], 3, True), *experts),
         "chosen_logprobs": lambda rows: ops.chosen_logprobs(x[rows], matrix, targets[rows]),
     }
 
@@ -89,6 +93,48 @@ def test_operations_are_those_of_float64() -> None:
         torch.testing.assert_close(
             operation(slice(None)).double(), wide[name](slice(None)).double(), rtol=1e-4, atol=1e-4
         )
+
+
+def test_the_most_likely_experts_are_chosen_and_of_equal_ones_the_lower() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
+    weights, chosen = ops.route(logits, 2, renormalised=False)
+    assert chosen.tolist() == [[1, 2], [0, 1]]
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, logits.softmax(-1).gather(1, chosen))
+    renormalised, same = ops.route(logits.bfloat16(), 2, renormalised=True)
+    assert torch.equal(same, chosen)
+    torch.testing.assert_close(renormalised, torch.full((2, 2), 0.5))
+
+
+@pytest.mark.parametrize("loads", ["uneven", "one expert has all", "one token"])
+def test_experts_are_those_of_float64(loads: str) -> None:
+    tokens = 1 if loads == "one token" else 9
+    x, w13, w2 = normal(tokens, 24), normal(5, 16, 24, seed=1), normal(5, 24, 8, seed=2)
+    chosen = torch.tensor([[3, 1], [1, 3], [4, 1]]).repeat(3, 1)[:tokens]
+    if loads == "one expert has all":
+        chosen = torch.tensor([[2]] * tokens)
+    weights = normal(*chosen.shape, seed=3)
+    expected = torch.zeros(tokens, 24, dtype=torch.float64)
+    for token, slot in itertools.product(range(tokens), range(chosen.shape[1])):
+        expert = chosen[token, slot]
+        gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
+        out = w2[expert].double() @ (torch.nn.functional.silu(gate) * up)
+        expected[token] += weights[token, slot].double() * out
+    ours = ops.experts(x, weights, chosen, w13, w2)
+    torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pytorchs_grouped_product_is_the_product_of_each_row(dtype: torch.dtype) -> None:
+    """The kernel of a GPU is called in the same way."""
+    rows, weight = normal(20, 16, dtype=dtype), normal(4, 24, 16, dtype=dtype, seed=1)
+    assigned = ops.assign(torch.tensor([[1], [3], [3], [1]]).repeat(5, 1), 4)
+    assert assigned.ends.tolist() == [0, 10, 10, 20]
+    ours = ops.grouped_product(rows, weight, assigned.ends)
+    plain = ops.expert_linear(rows, weight, assigned.ends)
+    torch.testing.assert_close(ours, plain, atol=5e-2, rtol=1e-2)
+    with pytest.raises(ValueError, match=r"matrices \[24, 15\].* multiples of 16 bytes"):
+        ops.grouped_product(rows[:, :15], weight[:, :, :15], assigned.ends)
 
 
 def test_the_caller_keeps_what_it_passed() -> None:
