@@ -272,7 +272,8 @@ class BatchOptions(Section):
     tokens_per_microbatch: int | None = Field(
         None,
         ge=1,
-        description="tokens of one forward and backward pass, a longer sequence alone excepted; not given: what memory allows",
+        description="tokens of one forward and backward pass, a longer sequence alone excepted; not given: what "
+        "memory allows, or 4096 for --deterministic with FSDP2",
     )
     share_prefixes: bool | None = Field(
         None,

@@ -1,5 +1,5 @@
-"""Two ranks as torchrun starts them, forked from one process that has imported torch: a third of
-the work of three that do.
+"""Two ranks as torchrun starts them (FORKED_RANKS: another number), forked from one process that
+has imported torch: a third of the work of three that do.
 
 python -m tests.forked_ranks SCRIPT ARGUMENTS…
 
@@ -25,7 +25,7 @@ import example_trainer.parallel.fsdp  # noqa: F401 - imported once, before the r
 from example_trainer.child_processes.ports import PortReservations
 from tests.forked_commands import end
 
-RANKS = 2
+RANKS = int(os.environ.get("FORKED_RANKS", "2"))
 OWN_END_SECONDS = 5.0
 """Seconds in which ranks may end by themselves when another has failed, with their reason, before
 they are asked to.

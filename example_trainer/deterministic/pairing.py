@@ -19,6 +19,7 @@ from example_trainer.deterministic.parity import (
 from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder
 from example_trainer.models.ops import invariant
+from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.fleet_updates import at_once
 from example_trainer.weight_bridge.server import BridgeServer, configured_servers
@@ -121,25 +122,50 @@ class Pairing:
 
 
 def make_pairing(
-    config: TrainerConfig, model: Decoder, stop: StopSignal | None = None
+    config: TrainerConfig,
+    model: Decoder,
+    stop: StopSignal | None = None,
+    ranks: Ranks | None = None,
 ) -> Pairing | None:
-    """Pair the trainer with its servers; None without --deterministic.
+    """Pair the trainer with its servers; None without --deterministic. Rank 0 asks them.
+    Collective.
 
     Raises:
         PairingError, BridgeError: see Pairing.ask.
     """
     if not config.deterministic:
         return None
-    pairing = Pairing(model_provenance(model))
-    pairing.ask(config, stop)
+    ranks, pairing = ranks or Ranks(), Pairing(model_provenance(model))
+
+    def ask() -> Provenance:
+        pairing.ask(config, stop)
+        return pairing.theirs
+
+    limit = config.service_timeout + config.bridge_timeout + ranks.timeout
+    pairing.theirs = ranks.on_main("comparing kernels", ask, limit)
     return pairing
 
 
-def make_parity(config: TrainerConfig, pairing: Pairing | None) -> ParityCheck | None:
-    """Return the comparison of the tokens of every step; None without --deterministic."""
+def make_parity(
+    config: TrainerConfig,
+    pairing: Pairing | None,
+    ranks: Ranks | None = None,
+    same_tokens: bool = False,
+) -> ParityCheck | None:
+    """Return the comparison of the tokens of every step; None without --deterministic.
+
+    Args:
+        ranks, same_tokens: see ParityCheck.
+    """
     if pairing is None:
         return None
-    return ParityCheck(pairing.kernels, pairing.theirs, older=config.oldest_rollouts != 0)
+    return ParityCheck(
+        pairing.kernels,
+        pairing.theirs,
+        older=config.oldest_rollouts != 0,
+        ranks=ranks,
+        same_tokens=same_tokens,
+    )
 
 
 def pair(ours: Provenance, info: dict[str, Any], url: str) -> dict[str, str]:

@@ -5,8 +5,8 @@ or the run stops.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from example_trainer.algorithm.losses import k3
 from example_trainer.batch.groups import UNKNOWN_VERSION
 from example_trainer.batch.packing import PackedBin
 from example_trainer.errors import TrainerError
+from example_trainer.models.shards import Shards
+from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.base import OneServerRefused
 from vllm_patching.batch_invariant.provenance import provenance_difference
-from vllm_patching.protocol.checksum import weights_checksum
+from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of, weights_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +66,66 @@ def _with_bits(value: float) -> str:
     return f"{value!r} (0x{int(torch.tensor(value).view(torch.int32)) & 0xFFFFFFFF:08x})"
 
 
-def weights_sha(masters: Mapping[str, Tensor]) -> str:
+def weights_sha(
+    masters: Mapping[str, Tensor], shards: Shards | None = None, ranks: Ranks | None = None
+) -> str:
     """32 hexadecimal digits over every bit, name and shape of the float32 masters; equal runs log
-    equal ones at every step.
+    equal ones at every step. Collective.
+
+    Ranks that hold parts of the masters get the digits of one process that holds all of them.
+
+    Args:
+        masters: this rank's part of each.
+        shards: how they are spread.
     """
-    return weights_checksum(sorted(masters.items()))
+    named = sorted(masters.items())
+    if shards is None or not shards.spread:
+        return weights_checksum(named)
+    ranks, rows, sums = ranks or Ranks(), list[Row](), list[list[int]]()
+    for name, local in named:
+        row, ranges = Row(name, shards.shape_of(name), local.dtype), shards.ranges(name, local)
+        parts = [
+            Part(0, first * local.itemsize, values) for first, values in ranges if values.numel()
+        ]
+        rows.append(row)
+        sums.append([0, 0, 0])
+        if parts:
+            found = WeightSums.of_parts([row], parts, local.device)
+            found.add(0, len(parts))
+            sums[-1:] = found.rows()
+    return summary_of(rows, *ranks.gather(sums, "hashing the weights")).checksum
+
+
+@dataclass(frozen=True)
+class BinFigures:
+    """The comparison of one bin.
+
+    Attributes:
+        compared, mismatched, missing: tokens of the present weights: all, the different ones, and
+            the ones that came without a logprob.
+        older, older_known: tokens of other weights: all, and the ones with a logprob.
+        largest: difference of a compared token.
+        kl, older_kl: sums of k3 over the compared and the older tokens.
+        first: the first token that differs.
+        refused: the reason why the bin may not be trained on; empty if it may.
+    """
+
+    compared: int = 0
+    mismatched: int = 0
+    missing: int = 0
+    older: int = 0
+    older_known: int = 0
+    largest: float = 0.0
+    kl: float = 0.0
+    older_kl: float = 0.0
+    first: Mismatch | None = None
+    refused: str = ""
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> BinFigures:
+        """The figures of `asdict`."""
+        first = values["first"]
+        return cls(**values | {"first": None if first is None else Mismatch(**first)})
 
 
 class ParityCheck:
@@ -88,6 +145,8 @@ class ParityCheck:
         stop: raise at the first mismatch; False only counts, as a comparison with the mode off
             needs it.
         older: whether tokens of older weights, or of unknown weights, may be trained on.
+        ranks: of the trainer; each compares the tokens of its own bins, and the figures are of all.
+        same_tokens: every rank has the same bins, whose layers they split.
 
     Attributes:
         first: the first token that differed in the whole run.
@@ -95,9 +154,16 @@ class ParityCheck:
     """
 
     def __init__(
-        self, ours: Provenance, theirs: Provenance, stop: bool = True, older: bool = False
+        self,
+        ours: Provenance,
+        theirs: Provenance,
+        stop: bool = True,
+        older: bool = False,
+        ranks: Ranks | None = None,
+        same_tokens: bool = False,
     ) -> None:
         self._ours, self._theirs, self._stop, self._older_allowed = ours, theirs, stop, older
+        self._ranks, self._same_tokens = ranks or Ranks(), same_tokens
         self.first: Mismatch | None = None
         self.compared_in_all, self.mismatched_in_all = 0, 0
         self._version = 0
@@ -114,7 +180,8 @@ class ParityCheck:
         self._version = version
 
     def compare(self, packed: PackedBin, logprobs: Tensor) -> None:
-        """Compare the trained tokens of a bin.
+        """Compare the trained tokens of a bin; with several ranks, of each rank's. Collective: all
+        ranks raise the same error.
 
         Args:
             logprobs: [n] float32, recomputed by the trainer.
@@ -123,94 +190,98 @@ class ParityCheck:
             ParityError: a token of the present weights differs, or came without a logprob; or one
                 is of other weights, or of unknown ones, and that is not allowed.
         """
-        recomputed, sampled = logprobs.detach(), packed["rollout_logprobs"]
+        rows = self._ranks.shared(
+            "comparing logprobs", lambda: asdict(self._figures(packed, logprobs.detach()))
+        )
+        bins = [BinFigures.from_json(row) for row in rows]
+        for refused in filter(None, (one.refused for one in bins)):
+            raise ParityError(refused)
+        if self._same_tokens:
+            bins = [max(bins, key=lambda one: one.mismatched)]
+        self._add(bins)
+        mismatched = sum(one.mismatched for one in bins)
+        if not mismatched or not self._stop:
+            return
+        self._log_kernels()
+        missing = sum(one.missing for one in bins)
+        lost = f" ({missing} came without a logprob)" * bool(missing)
+        raise ParityError(
+            f"{mismatched} of {sum(one.compared for one in bins)} tokens of a microbatch differ "
+            f"between vLLM and the trainer{lost}, by up to {self._largest:.3g}; first {self.first}; "
+            f"{self._kernels()}; the log has both sides' kernels"
+        )
+
+    def _add(self, bins: Sequence[BinFigures]) -> None:
+        """Add the bins of one pass to the figures of the step and of the run."""
+        for one in bins:
+            self._compared += one.compared
+            self.compared_in_all += one.compared
+            self._mismatched += one.mismatched
+            self.mismatched_in_all += one.mismatched
+            self._older += one.older
+            self._older_known += one.older_known
+            self._largest = max(self._largest, one.largest)
+            self._kl += one.kl
+            self._older_kl += one.older_kl
+            self.first = self.first or one.first
+
+    def _figures(self, packed: PackedBin, recomputed: Tensor) -> BinFigures:
+        """Compare the tokens of this rank's bin."""
+        sampled = packed["rollout_logprobs"]
         if recomputed.dtype != torch.float32 or sampled.dtype != torch.float32:
             raise TypeError(
                 f"logprobs are compared as float32, not {recomputed.dtype} and {sampled.dtype}"
             )
         if not len(recomputed):
-            return
+            return BinFigures()
         fresh = packed["versions"] == self._version
-        self._check_versions(packed, fresh)
+        if refused := self._refused(packed, fresh):
+            return BinFigures(refused=refused)
         different = fresh & (
             recomputed.contiguous().view(torch.int32) != sampled.contiguous().view(torch.int32)
         )
-        compared, mismatched, missing = self._count(recomputed, sampled, fresh, different)
-        if not mismatched:
-            return
-        self.first = self.first or _describe(
-            packed, recomputed, int(different.int().argmax()), self._version
-        )
-        if self._stop:
-            self._log_kernels()
-            lost = f" ({missing} came without a logprob)" * bool(missing)
-            raise ParityError(
-                f"{mismatched} of {compared} tokens of a microbatch differ between vLLM and the trainer{lost}, "
-                f"by up to {self._largest:.3g}; first {self.first}; {self._kernels()}; the log has both sides' kernels"
-            )
+        figures = _count(recomputed, sampled, fresh, different)
+        if not figures.mismatched:
+            return figures
+        first = _describe(packed, recomputed, int(different.int().argmax()), self._version)
+        return replace(figures, first=first)
 
-    def _count(
-        self, recomputed: Tensor, sampled: Tensor, fresh: Tensor, different: Tensor
-    ) -> tuple[int, int, int]:
-        """Add a bin to the figures.
-
-        Returns:
-            Its tokens of the present weights: all of them, the different ones, and the ones that came
-            without a logprob.
+    def _refused(self, packed: PackedBin, fresh: Tensor) -> str:
+        """The reason to refuse tokens of other weights; empty if there is none. Warn once of
+        unknown ones if older are allowed.
         """
-        unknown = sampled.isnan()
-        log_ratio = (recomputed - sampled).masked_fill(unknown, 0.0).double()
-        divergence = k3(log_ratio)
-        figures = (
-            fresh.sum(),
-            different.sum(),
-            (fresh & unknown).sum(),
-            (~fresh & ~unknown).sum(),
-            log_ratio.abs().masked_fill(~fresh, 0.0).max(),
-            divergence.masked_fill(~fresh, 0.0).sum(),
-            divergence.masked_fill(fresh, 0.0).sum(),
-        )
-        # One synchronisation for all of them.
-        counted = torch.stack([figure.double() for figure in figures]).tolist()
-        compared, mismatched, missing, older_known = map(int, counted[:4])
-        self._compared += compared
-        self.compared_in_all += compared
-        self._mismatched += mismatched
-        self.mismatched_in_all += mismatched
-        self._older += len(recomputed) - compared
-        self._older_known += older_known
-        self._largest = max(self._largest, counted[4])
-        self._kl += counted[5]
-        self._older_kl += counted[6]
-        return compared, mismatched, missing
-
-    def _check_versions(self, packed: PackedBin, fresh: Tensor) -> None:
-        """Refuse tokens of other weights, or warn once of unknown ones if older are allowed."""
         if not self._stop:
-            return
+            return ""
         if not self._older_allowed:
-            self._refuse_other_weights(packed, ~fresh)
-        elif not self._said_unknown and bool((packed["versions"] == UNKNOWN_VERSION).any()):
+            return self._other_weights(packed, ~fresh)
+        if not self._said_unknown and bool((packed["versions"] == UNKNOWN_VERSION).any()):
             self._said_unknown = True
             logger.warning(
                 "An environment does not say which weights sampled its tokens: those are trained on and compared with nothing"
             )
+        return ""
 
-    def _refuse_other_weights(self, packed: PackedBin, other: Tensor) -> None:
+    def _other_weights(self, packed: PackedBin, other: Tensor) -> str:
         if not bool(other.any()):
-            return
+            return ""
         index = int(other.int().argmax())
         (group, sequence), sampled = _sequence_of(packed, index), int(packed["versions"][index])
-        raise ParityError(
+        return (
             f"group {group}, sequence {sequence} was sampled under weight version "
             f"{None if sampled == UNKNOWN_VERSION else sampled}, the trainer holds {self._version}: its bits cannot be equal; "
             "let the environment wait for each step (--env.max_batches_offpolicy 0)"
         )
 
-    def row(self, masters: Mapping[str, Tensor]) -> dict[str, int | float | str]:
+    def row(
+        self, masters: Mapping[str, Tensor], shards: Shards | None = None
+    ) -> dict[str, int | float | str]:
         """The figures of the step, for the metrics: of the tokens sampled under its weights how
         many were compared, how many differ, the largest difference and their KL by k3 in nats per
         token; how many others there were, and their KL; and the hash of the masters after the step.
+        Collective.
+
+        Args:
+            masters, shards: see weights_sha.
         """
         return {
             "compared_tokens": self._compared,
@@ -219,7 +290,7 @@ class ParityCheck:
             "max_logprob_difference": self._largest,
             "parity_kl": self._kl / max(1, self._compared),
             "older_kl": self._older_kl / max(1, self._older_known),
-            "weights_sha": weights_sha(masters),
+            "weights_sha": weights_sha(masters, shards, self._ranks),
         }
 
     def report(self) -> dict[str, Any]:
@@ -249,6 +320,35 @@ class ParityCheck:
                 self._ours.get(name, "missing"),
                 self._theirs.get(name, "missing"),
             )
+
+
+def _count(recomputed: Tensor, sampled: Tensor, fresh: Tensor, different: Tensor) -> BinFigures:
+    """Compare a bin, of which `fresh` tokens are of the present weights."""
+    unknown = sampled.isnan()
+    log_ratio = (recomputed - sampled).masked_fill(unknown, 0.0).double()
+    divergence = k3(log_ratio)
+    figures = (
+        fresh.sum(),
+        different.sum(),
+        (fresh & unknown).sum(),
+        (~fresh & ~unknown).sum(),
+        log_ratio.abs().masked_fill(~fresh, 0.0).max(),
+        divergence.masked_fill(~fresh, 0.0).sum(),
+        divergence.masked_fill(fresh, 0.0).sum(),
+    )
+    # One synchronisation for all of them.
+    counted = torch.stack([figure.double() for figure in figures]).tolist()
+    compared, mismatched, missing, older_known = map(int, counted[:4])
+    return BinFigures(
+        compared=compared,
+        mismatched=mismatched,
+        missing=missing,
+        older=len(recomputed) - compared,
+        older_known=older_known,
+        largest=counted[4],
+        kl=counted[5],
+        older_kl=counted[6],
+    )
 
 
 def _sequence_of(packed: PackedBin, index: int) -> tuple[int, int]:

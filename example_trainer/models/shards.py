@@ -28,16 +28,22 @@ class Split:
     Attributes:
         rank: 0 to size - 1.
         size: over how many ranks layers are split; vLLM's tensor-parallel degree.
+        ordered: sums over ranks are taken in the order of the ranks, so that equal inputs give
+            equal bits.
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        ordered: bool = False,
     ) -> None:
-        self.rank, self.size, self.group = rank, size, group
+        self.rank, self.size, self.group, self.ordered = rank, size, group, ordered
 
     def enter(self, x: Tensor) -> Tensor:
         """f: what every rank holds goes into its part of a layer; the parts' gradients add up."""
-        entered: Tensor = x if self.size == 1 else _Enter.apply(x, self.group)
+        entered: Tensor = x if self.size == 1 else _Enter.apply(x, self)
         return entered
 
     def leave(self, x: Tensor) -> Tensor:
@@ -47,7 +53,9 @@ class Split:
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place, without gradient."""
-        if self.size > 1:
+        if self.size > 1 and self.ordered:
+            add_in_order(x, self.group)
+        elif self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -76,17 +84,36 @@ class Split:
         return first, end
 
 
+def add_in_order(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of every rank's contiguous tensor of one shape, in place, without gradient.
+
+    It is taken in float32 (float64 for float64) in the order of the ranks and rounded once. An
+    all-reduce chooses its order by the number of elements and the machine, and rounds 16 bits at
+    each hop.
+    """
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group=group)
+    return x.copy_(sum_in_order(parts))
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors in their order, in float32 (float64 for float64)."""
+    total = wide(parts[0]).clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
+        ctx.split = split
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return ctx.split.total(total), None
 
 
 class _Leave(torch.autograd.Function):
@@ -290,6 +317,10 @@ class Shards:
         """The shape of the whole parameter."""
         return tuple(parameter.shape)
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole parameter that is spread."""
+        raise NotImplementedError("one process holds every parameter whole")
+
     def take(self, name: str, whole: Tensor, block: int = 1) -> Tensor:
         """What this rank holds of a whole tensor, padding included.
 
@@ -310,6 +341,12 @@ class Shards:
     def joined(self, name: str, parts: Sequence[Tensor], block: int = 1) -> Tensor:
         """The whole tensor, from what every rank holds of it, in their order; nothing is sent."""
         return parts[0]
+
+    def ranges(self, name: str, local: Tensor) -> Sequence[tuple[int, Tensor]]:
+        """Contiguous ranges of the whole tensor, each behind the number of its first element, such
+        that all ranks' ranges together hold each element exactly once. Collective.
+        """
+        return [(0, local)]
 
     def owned(self, name: str, local: Tensor) -> Sequence[Tensor]:
         """Parts of a local tensor such that all ranks' parts together hold each element of the

@@ -9,8 +9,10 @@ average: the loss weights count in the whole batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.ops import choose_operations
-from example_trainer.models.shards import PassGradients, Shards, Sums
+from example_trainer.models.shards import PassGradients, Shards, Sums, add_in_order, sum_in_order
 from example_trainer.models.transformers_layout import TransformersGeometry
 from vllm_patching.weights.families import Geometry, parameters
 
@@ -50,6 +52,9 @@ class FsdpShards(Shards):
         self._whole_shapes[name] = tuple(parameter.shape)
         return self._whole_shapes[name]
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._whole_shapes[name]
+
     def take(self, name: str, whole: Tensor, block: int = 1) -> Tensor:
         chunk = -(-whole.shape[0] // self._size)
         start = min(self._rank * chunk, whole.shape[0])
@@ -75,9 +80,13 @@ class FsdpShards(Shards):
     def joined(self, name: str, parts: Sequence[Tensor], block: int = 1) -> Tensor:
         return torch.cat(list(parts))
 
+    def ranges(self, name: str, local: Tensor) -> Sequence[tuple[int, Tensor]]:
+        rows, *width = self._whole_shapes[name]
+        chunk = -(-rows // self._size)
+        return [(min(self._rank * chunk, rows) * math.prod(width), local)]
+
     def total(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self._mesh.get_group())
-        return values
+        return add_in_order(values, self._mesh.get_group())
 
     def sum_figures(self, figures: Tensor) -> Tensor:
         return self.total(figures)
@@ -94,15 +103,21 @@ def sharded_decoder(
     device: torch.device,
     world_size: int,
     trained: bool = True,
+    deterministic: bool = False,
 ) -> Decoder:
     """A decoder with this rank's shards alone, uninitialised. Collective.
 
     Args:
         dtype: that the model computes in.
         trained: the parameters are float32 masters. A frozen model has them in `dtype`.
+        deterministic: the forward pass has the bits of one process, and gradients are added in the
+            order of the ranks.
+
+    Raises:
+        ModelError: a part of the model has no such operations.
     """
     mesh = init_device_mesh(device.type, (world_size,))
-    ops = choose_operations(device, dtype)
+    ops = choose_operations(device, dtype, deterministic)
     held = torch.promote_types(dtype, torch.float32) if trained else dtype
     if isinstance(geometry, TransformersGeometry):
         from example_trainer.models.transformers_model import TransformersModel
@@ -115,9 +130,44 @@ def sharded_decoder(
     model = Decoder(geometry, held, "meta", ops=ops)
     alone = None if geometry.tie_word_embeddings else model.model.embed_tokens
     _shard(model, model.model.layers, mesh, dtype, alone=alone)
+    if deterministic:
+        for module in _units(model):
+            module.set_custom_reduce_scatter(cast(Any, OrderedReduceScatter()))
     model.to_empty(device=device)
     model.make_rotary(dtype, device)
     return model
+
+
+class OrderedReduceScatter:
+    """Adds the ranks' gradients in the order of the ranks.
+
+    Every rank sends each other rank its part, as a reduce-scatter does, and adds the parts itself.
+    It takes the memory of its gradients once more. The collectives of NCCL and Gloo choose an order
+    by the size and the machine.
+    """
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        if async_op or op != dist.ReduceOp.SUM:
+            raise ValueError(f"gradients are summed at once, not {op} (async_op={async_op})")
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        output_tensor.copy_(sum_in_order(parts.chunk(group.size())))
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _shard(
@@ -143,10 +193,9 @@ def _shard(
     if alone is not None:
         shard(alone).set_unshard_in_backward(False)
     shard(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for module in _units(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     model.shards = shards = FsdpShards(mesh)
     for name, parameter in model.named_parameters():
         shards.whole_shape(name, parameter)

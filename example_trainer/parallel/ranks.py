@@ -125,6 +125,17 @@ class Ranks:
         self._raise_first(what, outcomes)
         return outcome  # type: ignore[return-value]
 
+    def shared(self, what: str, work: Callable[[], T], timeout: float | None = None) -> list[T]:
+        """Do `work` on every rank; every rank gets all results (JSON values), by rank. Errors: see
+        `together`.
+        """
+        outcome, error = _attempt(work)
+        rows = self.gather([outcome, _describe(error)], what, timeout)
+        if error is not None:
+            raise error
+        self._raise_first(what, [described for _, described in rows])
+        return [result for result, _ in rows]
+
     def on_main(self, what: str, work: Callable[[], T], timeout: float | None = None) -> T:
         """Do `work` on rank 0 alone. Every rank gets its result (a JSON value), or raises its
         error.

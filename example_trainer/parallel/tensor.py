@@ -7,6 +7,7 @@ a parameter can be a view on vLLM's own memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -64,6 +65,9 @@ class TensorParallelShards(Shards):
     def whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
         return self.spec(name).full_shape
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.spec(name).full_shape
+
     def take(self, name: str, whole: Tensor, block: int = 1) -> Tensor:
         spec = self.spec(name)
         local = whole.new_zeros(_in_blocks(spec.shape, block))
@@ -96,6 +100,15 @@ class TensorParallelShards(Shards):
 
     def owned(self, name: str, local: Tensor) -> Sequence[Tensor]:
         return [_local(local, piece) for piece in self._owned[name]]
+
+    def ranges(self, name: str, local: Tensor) -> Sequence[tuple[int, Tensor]]:
+        spec = self.spec(name)
+        if any(piece.dim for piece in spec.slices):
+            # Columns of a matrix are not contiguous in it.
+            whole = self.whole(name, local)
+            return [(0, whole)] if self.split.rank == 0 else []
+        width = math.prod(spec.full_shape[1:])
+        return [(piece.source_start * width, _local(local, piece)) for piece in self._owned[name]]
 
     def total(self, values: Tensor) -> Tensor:
         return self.split.total(values)

@@ -160,8 +160,9 @@ class Models:
         self._config, self._ranks, self._dtype, self._device = config, ranks, dtype, device
         make = decoder_maker(config, ranks)
         self.model = make_model(config, start.checkpoint, dtype, device, make)
-        self.pairing = make_pairing(config, self.model, stop)
-        self.parity = make_parity(config, self.pairing)
+        self.pairing = make_pairing(config, self.model, stop, ranks)
+        same_tokens = self.model.split.size > 1
+        self.parity = make_parity(config, self.pairing, ranks, same_tokens)
         frozen = decoder_maker(config, ranks, trained=False)
         self.reference = make_reference(config, self.model, dtype, device, frozen)
         # The masters are copied from the checkpoint before the bridge may put the parameters onto

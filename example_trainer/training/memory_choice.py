@@ -366,9 +366,19 @@ def candidates(request: MemoryRequest, config: TrainerConfig, room: Room) -> lis
         replace(request, offload=o, gradient_checkpointing=r)
         for r, o in product(recompute, offload)
     ]
-    if config.tokens_per_microbatch is None and on_gpu:
+    if _chooses_tokens(request, config, room):
         return [replace(way, tokens_per_microbatch=token_budget(way, room.free)) for way in ways]
     return ways
+
+
+def _chooses_tokens(request: MemoryRequest, config: TrainerConfig, room: Room) -> bool:
+    """Return whether the memory decides how many tokens a microbatch has.
+
+    Deterministic ranks of FSDP2 add their gradients after each microbatch, so its size decides
+    bits, and the free memory must not.
+    """
+    repeats = config.deterministic and request.sharded
+    return config.tokens_per_microbatch is None and room.device.type == "cuda" and not repeats
 
 
 def _values(option: object, open_on_this_device: bool) -> list[bool]:
@@ -409,7 +419,7 @@ def refuse(
     """The reason why no way fits, the same on every rank. Collective."""
     on_device = [way for way in ways if plan_memory(way).total <= room.free]
     reported = on_device[-1] if on_device else min(ways, key=lambda way: plan_memory(way).total)
-    if config.tokens_per_microbatch is None and room.device.type == "cuda":
+    if _chooses_tokens(ways[0], config, room):
         reported = replace(reported, tokens_per_microbatch=reported.longest)
     try:
         ranks.together("planning memory", lambda: require_memory(reported, room))

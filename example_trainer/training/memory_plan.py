@@ -451,14 +451,17 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     layers = {ACTIVATIONS: backward_activation_bytes(request), **gathered}
     end: dict[str, int] = {}
     if request.sharded:
+        # A sum in the order of the ranks needs the gradients of the others beside its own.
+        ordered = int(request.table == "invariant")
         # Two layers whole (one computes, one comes), and float32 gradients of two: one is computed,
         # one is reduced.
-        layers["layers, gathered and reduced"] = (2 * s + 2 * FLOAT32) * layer
+        layers["layers, gathered and reduced"] = (2 * s + (2 + ordered) * FLOAT32) * layer
         layers["output matrix's gradient"] = head
         # Both matrices' gradients, and one of them as it is sent and as it comes back.
         reduced = max(root - embedding, embedding)
         end = {
-            "embedding and output matrix, reduced": FLOAT32 * (root + reduced + reduced // ranks),
+            "embedding and output matrix, reduced": FLOAT32
+            * (root + (1 + ordered) * reduced + reduced // ranks),
         }
     elif request.sums:
         end = {

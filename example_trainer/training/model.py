@@ -218,7 +218,12 @@ def decoder_maker(config: TrainerConfig, ranks: Ranks, trained: bool = True) -> 
     # Only where it is used: it takes a third of a trainer's time to import everything.
     from example_trainer.parallel.fsdp import sharded_decoder
 
-    return partial(sharded_decoder, world_size=ranks.world_size, trained=trained)
+    return partial(
+        sharded_decoder,
+        world_size=ranks.world_size,
+        trained=trained,
+        deterministic=config.deterministic,
+    )
 
 
 def make_model(

@@ -49,8 +49,6 @@ class RankPlan:
 
 def one_process_reason(config: TrainerConfig) -> str:
     """Why these options train in one process; empty if several ranks can."""
-    if config.deterministic:
-        return "--deterministic trains in one process, because several ranks sum in an order of their own"
     if config.lora:
         return "--weight-bridge-mode lora_only trains in one process"
     if config.starts_vllm:
@@ -69,6 +67,11 @@ def refuse_ranks(config: TrainerConfig, ranks: Ranks) -> None:
     """
     if ranks.world_size > 1 and (reason := one_process_reason(config)):
         raise ConfigError(f"{reason}; start it without torchrun")
+    if ranks.world_size > 1 and config.deterministic and config.single_copy:
+        raise ConfigError(
+            f"--deterministic and --single-copy train on one rank, not on {ranks.world_size}: give "
+            "--use-shared-memory, with which FSDP2 spreads the model over any number of ranks"
+        )
 
 
 def visible_gpus(config: TrainerConfig) -> int:

@@ -517,7 +517,7 @@ class Trainer:
         peak = peak_memory(self.model.output_weight.device)
         compared: Row = {}
         if self.parity is not None:
-            compared = self.parity.row(self.optimizer.masters)
+            compared = self.parity.row(self.optimizer.masters, self.model.shards)
         return {
             **figures.row(),
             **step.learned,

@@ -343,8 +343,9 @@ def test_what_deterministic_mode_sets(tmp_path: Path) -> None:
     model = decoder_maker(options, Ranks(0, 1))(SMALL, torch.float32, torch.device("cpu"))
     assert model.arithmetic.ops.NAME == "invariant"
     assert make_optimizer(options, model).sums is model.arithmetic.sums is not None
-    with pytest.raises(ConfigError, match="--deterministic trains in one process"):
-        refuse_ranks(options, Ranks(0, 2))
+    refuse_ranks(options, Ranks(0, 2))
+    with pytest.raises(ConfigError, match=r"train on one rank, not on 2: give --use-shared-memory"):
+        refuse_ranks(config(tmp_path, single_copy=True), Ranks(0, 2))
     with pytest.raises(ModelError, match="rope scaling 'linear' has no deterministic mode yet"):
         deterministic_decoder(
             replace(SMALL, rope_scaling=RopeScaling("linear", 2.0)), torch.float32

@@ -40,6 +40,7 @@ def agree(ranks: Ranks, stop: StopSignal) -> None:
     assert ranks.gather("x" * ranks.rank * 1000) == ["", "x" * 1000]
     assert ranks.on_main("asking", lambda: [ranks.rank]) == [0]
     assert ranks.together("working", lambda: ranks.rank) == ranks.rank
+    assert ranks.shared("working", lambda: [ranks.rank, None]) == [[0, None], [1, None]]
 
     def fail_on_one() -> None:
         if ranks.rank == 1:
@@ -51,6 +52,7 @@ def agree(ranks: Ranks, stop: StopSignal) -> None:
     for work in (
         lambda: ranks.together("stepping", fail_on_one),
         lambda: ranks.on_main("writing", fail_on_main),
+        lambda: ranks.shared("comparing", fail_on_one),
     ):
         try:
             work()

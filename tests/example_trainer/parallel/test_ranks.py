@@ -37,6 +37,7 @@ def test_every_rank_gets_the_same_objects_errors_and_signals(processes: Processe
         "rank 1: listens on: {'127.0.0.1'}",
         "rank 0: NonFiniteError: stepping failed on rank 1: the weight w is NaN",
         "rank 1: NonFiniteError: the weight w is NaN",
+        "rank 0: NonFiniteError: comparing failed on rank 1: the weight w is NaN",
         "rank 0: CheckpointError: the disk",
         "rank 1: CheckpointError: writing failed on rank 0: the disk is full",
         "rank 0: stopped by: SIGTERM",

@@ -175,7 +175,7 @@ def one_command(words: Sequence[str], page: str, server: Mapping[str, Any]) -> l
     # A page's example of a function of the user's own is not on this machine.
     with at_root(), mock.patch.object(command_line, "find_advantages"):
         config = command_line.parse_config(arguments)
-    one_process = config.deterministic or config.weight_bridge_mode in ("none", "lora_only")
+    one_process = config.weight_bridge_mode in ("none", "lora_only")
     ranks = int(before[before.index("--nproc-per-node") + 1]) if "torchrun" in before else len(gpus)
     return [
         Documented(page, config, 1 if one_process else max(1, ranks), own_gpus=bool(gpus), **server)

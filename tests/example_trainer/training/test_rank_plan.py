@@ -112,10 +112,6 @@ def test_ranks_on_a_cpu_are_started_when_they_are_asked_for(machine: Machine) ->
         ),
         ({}, "a trainer that restarts vLLM on checkpoints"),
         ({"vllm_restart_interval": 2}, "a trainer that restarts vLLM on checkpoints"),
-        (
-            SHARED | {"deterministic": True, "single_copy": True},
-            "--deterministic trains in one process",
-        ),
     ],
 )
 def test_a_mode_of_one_process_names_itself(

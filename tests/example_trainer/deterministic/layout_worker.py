@@ -1,0 +1,152 @@
+"""A rank of test_layouts.py: train a small deterministic model spread over the ranks, on rollouts
+of the whole model.
+
+FORKED_RANKS=N python -m tests.forked_ranks layout_worker.py KIND FOLDER STEPS [FAULT]
+    KIND: fsdp. FAULT: kill, bit
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from atroposlib.wire import TrainerSession
+from example_trainer.batch.groups import Batch
+from example_trainer.batch.packing import PackedBin, pack_batch
+from example_trainer.config import TrainerConfig
+from example_trainer.deterministic.pairing import deterministic_decoder
+from example_trainer.deterministic.parity import ParityCheck, ParityError, weights_sha
+from example_trainer.models import Decoder, load_model
+from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.parallel.ranks import Ranks, join_ranks
+from example_trainer.process import StopSignal
+from example_trainer.training.checkpoints import Checkpoints, load_state
+from example_trainer.training.optimizer import MasterAdamW, make_optimizer
+from example_trainer.training.runs import Run, SavedStep
+from example_trainer.training.step import guarded_step, make_objective
+from tests.example_trainer.deterministic.training import config, rollouts
+
+DTYPE = torch.bfloat16
+SAVED = 1
+"""The step whose checkpoint the next run goes on from."""
+
+
+class Spread:
+    """The model of this rank, and the whole model that its rollouts are sampled with."""
+
+    def __init__(self, ranks: Ranks, kind: str, folder: Path) -> None:
+        make = {
+            "fsdp": partial(sharded_decoder, world_size=ranks.world_size, deterministic=True),
+        }[kind]
+        self.ranks, self.model_path = ranks, str(folder / "model")
+        self.model: Decoder = load_model(self.model_path, DTYPE, "cpu", make)
+        self.sampler = load_model(self.model_path, DTYPE, "cpu", deterministic_decoder)
+        self.options: TrainerConfig = config(folder, max_grad_norm=0.5, lr=1e-3)
+        self.optimizer: MasterAdamW = make_optimizer(self.options, self.model)
+        kernels = {"linear": "reference"}
+        split = self.model.split.size > 1
+        self.parity = ParityCheck(kernels, kernels, ranks=ranks, same_tokens=split)
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The whole masters. Collective."""
+        shards = self.optimizer.shards
+        return {name: shards.whole(name, one) for name, one in self.optimizer.masters.items()}
+
+    def batch(self) -> Batch:
+        """Rollouts of the masters, rounded to the dtype that the model computes in."""
+        masters = self.masters()
+        for name, parameter in self.sampler.named_parameters():
+            with torch.no_grad():
+                parameter.copy_(masters[name])
+        return rollouts(self.sampler, self.optimizer.steps, self.optimizer.steps, 4)
+
+    def bins(self, batch: Batch) -> list[PackedBin]:
+        """This rank's bins."""
+        split = self.model.split.size > 1
+        (packed,) = pack_batch(
+            batch,
+            tokens_per_bin=60,
+            ranks=1 if split else self.ranks.world_size,
+            normalisation="token",
+            max_tokens=128,
+            share_prefixes=False,
+        )
+        return packed[0 if split else self.ranks.rank]
+
+    def step(self, batch: Batch) -> str:
+        """Learn from a batch; return the hash of the weights."""
+        row = guarded_step(
+            self.model,
+            self.optimizer,
+            [self.bins(batch)],
+            self.options,
+            make_objective(self.options),
+            StopSignal(),
+            parity=self.parity,
+            ranks=self.ranks,
+        )
+        self.optimizer.write_weights()
+        assert (row["ratio_mean"], row["ess"]) == (1, 1)
+        figures = self.parity.row(self.optimizer.masters, self.model.shards)
+        assert figures["compared_tokens"] == batch.trained_tokens, "each token counts once"
+        assert figures["weights_sha"] == weights_sha(self.masters())
+        return str(figures["weights_sha"])
+
+
+def with_one_bit_changed(batch: Batch) -> Batch:
+    """Change a logprob of the shortest sequence: it is alone in the bin of one rank."""
+    number = min(range(len(batch.sequences)), key=lambda n: len(batch.sequences[n].tokens))
+    sequence = batch.sequences[number]
+    changed = sequence["rollout_logprobs"].copy()
+    changed[0] = np.nextafter(changed[0], np.float32(0))
+    batch.sequences[number] = sequence.with_fields(rollout_logprobs=changed)
+    return batch
+
+
+def main(ranks: Ranks, kind: str, folder: Path, steps: int, fault: str) -> None:
+    torch.set_num_threads(1)
+    spread = Spread(ranks, kind, folder)
+    optimizer, hashes = spread.optimizer, {}
+    checkpoints = Checkpoints(
+        folder / "checkpoints", Run("a", "model", (TrainerSession(1000, 0),)), ranks=ranks
+    )
+    saved = folder / "saved.json"
+    if saved.exists():
+        load_state(SavedStep.read(Path(json.loads(saved.read_text()))), optimizer)
+        optimizer.write_weights()
+    while optimizer.steps < steps:
+        batch = spread.batch()
+        if fault == "bit":
+            before = weights_sha(spread.masters())
+            try:
+                spread.step(with_one_bit_changed(batch))
+            except ParityError as error:
+                assert weights_sha(spread.masters()) == before
+                counts = spread.parity.report()["parity"]
+                hashes["error"], hashes["first"] = str(error), counts["first"]
+            break
+        if fault == "kill" and optimizer.steps == SAVED:
+            if ranks.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            spread.step(batch)
+        found = spread.step(batch)
+        hashes[str(optimizer.steps)] = found
+        if fault == "kill":
+            path = checkpoints.begin(spread.model, optimizer, {})
+            checkpoints.wait()
+            if ranks.is_main:
+                saved.write_text(json.dumps(str(path)))
+    (folder / f"rank{ranks.rank}.json").write_text(json.dumps(hashes))
+
+
+if __name__ == "__main__":
+    arguments = [*sys.argv[1:], ""]
+    with join_ranks(60, torch.device("cpu")) as joined:
+        main(joined, arguments[0], Path(arguments[1]), int(arguments[2]), arguments[3])
