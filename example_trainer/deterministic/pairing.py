@@ -23,9 +23,11 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.fleet_updates import at_once
 from example_trainer.weight_bridge.server import BridgeServer, configured_servers
+from vllm_patching.batch_invariant.plan import PARTS, SumPlan, plan_of
 from vllm_patching.batch_invariant.provenance import provenance, table_hash
 from vllm_patching.batch_invariant.settings import SettingsError, enable_settings
 from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.sharding import undividable
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +48,90 @@ def pin_settings(config: TrainerConfig) -> None:
 
 
 def deterministic_decoder(
-    geometry: Geometry, dtype: torch.dtype, device: torch.device | str = "cpu"
+    geometry: Geometry,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    plan: SumPlan | None = None,
 ) -> Decoder:
     """A decoder whose forward pass is vLLM's and whose backward pass adds in a fixed order.
+
+    Args:
+        plan: of the servers that it is compared with; not given: vLLM on one GPU.
 
     Raises:
         ModelError: the invariant operations do not know its rope scaling.
     """
-    return Decoder(geometry, dtype, device, ops=invariant)
+    return Decoder(geometry, dtype, device, ops=invariant, plan=plan)
+
+
+def agreed_plan(
+    config: TrainerConfig, geometry: Geometry, ranks: Ranks, stop: StopSignal | None = None
+) -> SumPlan:
+    """Return the sum plan of the servers, before a model is loaded; one part without
+    --deterministic. Collective.
+
+    The first configured server that answers decides. Servers with another plan are refused when
+    they are paired with. So are servers of several parts behind a parameter server.
+
+    Args:
+        geometry: of the model.
+
+    Raises:
+        PairingError: this trainer cannot follow the plan, or a server is not in deterministic mode.
+        BridgeError: no server answers.
+    """
+    if not config.deterministic or config.parameter_servers:
+        return SumPlan()
+
+    def ask() -> SumPlan:
+        url, info = next(iter(_present_servers(config, stop).items()))
+        tensor_ranks = 1
+        if config.single_copy:
+            tensor_ranks = ranks.world_size
+        return followed_plan(info, url, geometry, tensor_ranks)
+
+    limit = config.service_timeout + config.bridge_timeout + ranks.timeout
+    return ranks.on_main("asking the servers for their sum plan", ask, limit)
+
+
+def followed_plan(info: dict[str, Any], url: str, geometry: Geometry, tensor_ranks: int) -> SumPlan:
+    """Return the sum plan of a server, if the trainer can follow it.
+
+    Args:
+        info: the server's answer to /bridge/info.
+        tensor_ranks: trainer ranks that each hold a part of every layer; 1 with FSDP2.
+
+    Raises:
+        PairingError: the model or the trainer's ranks do not fit. The message has the layouts that
+            do.
+    """
+    report = info.get("deterministic") or {"provenance": {}}
+    try:
+        plan = plan_of(report["provenance"])
+    except ValueError as error:
+        raise PairingError(
+            f"the vLLM server at {url} sums in another way than this trainer: {error}; install the "
+            "same version of both"
+        ) from error
+    if obstacles := undividable(geometry, plan.parts):
+        fitting = [parts for parts in PARTS if not undividable(geometry, parts)]
+        raise PairingError(
+            f"the vLLM server at {url} sums {plan.parts} parts, and {', '.join(obstacles)} of this "
+            f"trainer's model cannot be split so: start vLLM with --tensor-parallel-size "
+            f"{_either(fitting)}, or give both the same model"
+        )
+    if plan.parts % tensor_ranks:
+        raise PairingError(
+            f"the vLLM server at {url} sums {plan.parts} part(s), which {tensor_ranks} "
+            f"tensor-parallel trainer ranks cannot share: train with "
+            f"{_either(plan.trainer_ranks())} such ranks, or start vLLM with "
+            f"--tensor-parallel-size {_either([n for n in PARTS if n % tensor_ranks == 0])}"
+        )
+    return plan
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers)) or "another number"
 
 
 class Pairing:
@@ -92,20 +170,8 @@ class Pairing:
         """
         if config.parameter_servers:
             return
-        servers = {server.url: server for server in configured_servers(BridgeServer, config, stop)}
-        try:
-            calls = {url: server.wait_for_info for url, server in servers.items()}
-            limit = config.service_timeout + config.bridge_timeout
-            least = min(config.min_servers, len(servers))
-            answers = at_once(
-                calls, limit, config.server_patience, lambda there: len(there) >= least
-            )
-        finally:
-            for server in servers.values():
-                server.close()
-        if len(answers.ok) < least:
-            raise next(iter(answers.failed.values()))
-        self._check_present(answers.ok, least)
+        least = min(config.min_servers, len(config.vllm_addresses))
+        self._check_present(_present_servers(config, stop), least)
 
     def _check_present(self, infos: Mapping[str, dict[str, Any]], least: int) -> None:
         refused: list[PairingError] = []
@@ -119,6 +185,26 @@ class Pairing:
             raise refused[0]
         for refusal in refused:
             logger.warning("[Parity] %s; training begins with %d others", refusal, left)
+
+
+def _present_servers(config: TrainerConfig, stop: StopSignal | None) -> dict[str, dict[str, Any]]:
+    """Return /bridge/info of the servers that are there, by address in the order of the options.
+
+    Raises:
+        BridgeError: fewer than --min-servers are there.
+    """
+    servers = {server.url: server for server in configured_servers(BridgeServer, config, stop)}
+    try:
+        calls = {url: server.wait_for_info for url, server in servers.items()}
+        limit = config.service_timeout + config.bridge_timeout
+        least = min(config.min_servers, len(servers))
+        answers = at_once(calls, limit, config.server_patience, lambda there: len(there) >= least)
+    finally:
+        for server in servers.values():
+            server.close()
+    if len(answers.ok) < least:
+        raise next(iter(answers.failed.values()))
+    return {url: answers.ok[url] for url in servers if url in answers.ok}
 
 
 def make_pairing(
@@ -191,4 +277,4 @@ def model_provenance(model: Decoder) -> dict[str, str]:
             f"a model with the {model.arithmetic.ops.NAME} operations does not run vLLM's kernels; "
             "make it by deterministic_decoder"
         )
-    return {**provenance(), "rotary_table": table_hash(model.rotary)}
+    return {**provenance(model.arithmetic.plan), "rotary_table": table_hash(model.rotary)}

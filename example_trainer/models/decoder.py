@@ -26,7 +26,8 @@ from example_trainer.models.head import chosen_logprobs_of, default_chunk
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
 from example_trainer.models.router import Routers
-from example_trainer.models.shards import Shards, Split, Sums, Total, summed, wide
+from example_trainer.models.shards import Shards, Split, Sums, Total, wide
+from vllm_patching.batch_invariant.plan import SumPlan
 from vllm_patching.weights.families import Geometry, parameters
 from vllm_patching.weights.sharding import plan_shards
 
@@ -63,14 +64,17 @@ class Arithmetic:
 
     Attributes:
         ops: the operations.
+        plan: the parts of row-parallel sums. It may be replaced until the first forward pass, and
+            only the invariant operations follow it.
         sums: where the backward pass adds the gradients; None: autograd leaves them at the
             parameters.
         routers: of a mixture of experts; None for another model.
         routing: reads or changes how the experts of each layer are chosen; None: nothing does.
     """
 
-    def __init__(self, ops: Operations) -> None:
+    def __init__(self, ops: Operations, plan: SumPlan | None = None) -> None:
         self.ops = ops
+        self.plan = plan or SumPlan()
         self.sums: Sums | None = None
         self.routers: Routers | None = None
         self.routing: Routing | None = None
@@ -129,9 +133,8 @@ class Linear(nn.Module):
 
 
 class RowLinear(Linear):
-    """A linear layer whose inputs, and the columns of whose weight, are split over ranks.
-
-    The bias is added to the sum.
+    """A linear layer whose inputs, and the columns of whose weight, are split over ranks: of the
+    trainer, or of a sampler whose bits the trainer follows.
     """
 
     def __init__(
@@ -146,10 +149,16 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
         total = self.arithmetic.total
-        y = self.split.leave(
-            self.arithmetic.ops.linear(x, self.weight, None, packing, total(self.weight))
+        return self.arithmetic.ops.row_linear(
+            x,
+            self.weight,
+            self.bias,
+            self.split,
+            self.arithmetic.plan.parts,
+            packing,
+            total(self.weight),
+            total(self.bias),
         )
-        return y if self.bias is None else y + summed(self.bias, total(self.bias))
 
 
 class Blueprint:
@@ -188,8 +197,8 @@ class Blueprint:
         return Linear(self.parameter(f"{path}.weight"), self._bias(path), self.arithmetic)
 
     def row_linear(self, path: str) -> Linear:
-        """Make the layer that ends a split one."""
-        if self.split.size == 1:
+        """Make the layer that ends a split one. Adapters know the plain layer alone."""
+        if self.split.size == 1 and self.arithmetic.ops.NAME != "invariant":
             return self.linear(path)
         return RowLinear(
             self.parameter(f"{path}.weight"), self._bias(path), self.arithmetic, self.split
@@ -222,7 +231,10 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         ops, total = self.arithmetic.ops, self.arithmetic.total(self.weight)
         if self.split.size == 1:
-            return self._scaled(ops.embedding(ids, self.weight, total))
+            rows = ops.embedding(ids, self.weight, total)
+            if self.arithmetic.plan.parts > 1:
+                rows = rows + 0.0  # as in a sum with vLLM's other ranks, -0.0 becomes 0.0
+            return self._scaled(rows)
         absent = (ids < self.first) | (ids >= self.end)
         rows = ops.embedding((ids - self.first).masked_fill(absent, 0), self.weight, total)
         return self._scaled(self.split.leave(rows.masked_fill(absent[:, None], 0)))
@@ -405,6 +417,7 @@ class Decoder(nn.Module):
 
     Args:
         ops: the table that it computes with; not given: see choose_operations.
+        plan: see Arithmetic.
 
     Attributes:
         arithmetic: that table, and where gradients are summed.
@@ -428,6 +441,7 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         split: Split | None = None,
         ops: Operations | None = None,
+        plan: SumPlan | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
@@ -436,7 +450,7 @@ class Decoder(nn.Module):
         self.shards = Shards()
         self.source: Path | None = None
         self.gradient_checkpointing = False
-        self.arithmetic = Arithmetic(ops or choose_operations(device, dtype))
+        self.arithmetic = Arithmetic(ops or choose_operations(device, dtype), plan)
         if layers := geometry.sparse_layers:
             # Of ranks that split a layer, all see the same tokens: one adds the losses of routers.
             self.arithmetic.routers = Routers(layers, geometry.num_experts, split.rank == 0)

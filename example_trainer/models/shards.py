@@ -73,6 +73,18 @@ class Split:
         dist.all_gather(rows, x, group=self.group)
         return rows
 
+    def gather_parts(self, parts: Tensor) -> Tensor:
+        """Parts [k, rows, outputs] of every rank in the order of the ranks, without gradient.
+
+        Returns:
+            [size * k, rows, outputs].
+        """
+        if self.size == 1:
+            return parts
+        gathered = parts.new_empty(self.size * len(parts), *parts.shape[1:])
+        dist.all_gather_into_tensor(gathered, parts.contiguous(), group=self.group)
+        return gathered
+
     def vocabulary_range(self, vocab_size: int) -> tuple[int, int]:
         """The token ids whose rows this rank holds: first, and one past the last.
 

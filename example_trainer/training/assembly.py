@@ -16,7 +16,12 @@ from example_trainer.batch.client import RolloutClient, registration
 from example_trainer.batch.evaluations import EvaluationFeed
 from example_trainer.batch.prefetch import Batches, make_batches
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.pairing import make_pairing, make_parity, pin_settings
+from example_trainer.deterministic.pairing import (
+    agreed_plan,
+    make_pairing,
+    make_parity,
+    pin_settings,
+)
 from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
 from example_trainer.observe.exporter import serve_metrics
 from example_trainer.observe.metrics import MetricsLog, make_metrics
@@ -45,6 +50,7 @@ from example_trainer.weight_bridge.base import WeightBridge
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs, require_fitting_logprobs
 from example_trainer.weight_bridge.server import planned_shapes
+from vllm_patching.batch_invariant.plan import SumPlan
 from vllm_patching.protocol.timeline import open_timeline
 
 logger = logging.getLogger("example_trainer.grpo")
@@ -71,10 +77,10 @@ def make_trainer(
     config = fitted_to_model(config)
     bridge = make_bridge(config, stop, ranks, weight_epoch=start.run.epoch, device=device)
     stack.callback(bridge.close)
-    dtype = agreed_dtype(config, bridge, ranks, device)
+    dtype, plan = agreed_arithmetic(config, bridge, ranks, device, stop)
     memory = choose_memory(config, bridge, dtype, device, ranks)
     config = memory.applied_to(config)
-    models = Models(config, start, ranks, dtype, device, stop)
+    models = Models(config, start, ranks, dtype, device, stop, plan)
     model, optimizer = models.model, models.optimizer
     checkpoints = make_checkpoints(config, model, start, ranks, bridge.restarts_at)
     stack.callback(checkpoints.close)
@@ -156,14 +162,15 @@ class Models:
         dtype: torch.dtype,
         device: torch.device,
         stop: StopSignal,
+        plan: SumPlan,
     ) -> None:
         self._config, self._ranks, self._dtype, self._device = config, ranks, dtype, device
-        make = decoder_maker(config, ranks)
+        make = decoder_maker(config, ranks, plan=plan)
         self.model = make_model(config, start.checkpoint, dtype, device, make)
         self.pairing = make_pairing(config, self.model, stop, ranks)
         same_tokens = self.model.split.size > 1
         self.parity = make_parity(config, self.pairing, ranks, same_tokens)
-        frozen = decoder_maker(config, ranks, trained=False)
+        frozen = decoder_maker(config, ranks, trained=False, plan=plan)
         self.reference = make_reference(config, self.model, dtype, device, frozen)
         # The masters are copied from the checkpoint before the bridge may put the parameters onto
         # the server's memory.
@@ -184,17 +191,23 @@ class Models:
         return make_speed(self.model, self._device, self._dtype, ranks, adapters, reference)
 
 
-def agreed_dtype(
-    config: TrainerConfig, bridge: WeightBridge, ranks: Ranks, device: torch.device
-) -> torch.dtype:
-    """Choose the type to compute in, and check that the servers' parameters and logprobs fit."""
+def agreed_arithmetic(
+    config: TrainerConfig,
+    bridge: WeightBridge,
+    ranks: Ranks,
+    device: torch.device,
+    stop: StopSignal,
+) -> tuple[torch.dtype, SumPlan]:
+    """Choose the type and the sum plan to compute with, and check that the servers' parameters and
+    logprobs fit. Collective.
+    """
     serving = bridge.serving_dtype()
     dtype = choose_dtype(config, serving, device, bridge.converts)
     geometry = read_geometry(find_checkpoint(config.model_name))[0]
     bridge.require_shapes(planned_shapes(geometry, dtype))
     if serving is not None:
         check_logprobs(config, ranks)  # repeated when all servers have joined
-    return dtype
+    return dtype, agreed_plan(config, geometry, ranks, stop)
 
 
 def join_servers(bridge: WeightBridge, models: Models) -> None:

@@ -28,6 +28,7 @@ from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.launch import place_of
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.parallel.tensor import split_decoder
+from vllm_patching.batch_invariant.plan import SumPlan
 from vllm_patching.weights.families import FAMILIES, Geometry, parameters
 
 # Which device a trainer runs on, and the dtype of its model's parameters.
@@ -202,13 +203,29 @@ def _require_experts(config: TrainerConfig, geometry: Geometry) -> None:
             )
 
 
-def decoder_maker(config: TrainerConfig, ranks: Ranks, trained: bool = True) -> DecoderMaker:
+def decoder_maker(
+    config: TrainerConfig, ranks: Ranks, trained: bool = True, plan: SumPlan | None = None
+) -> DecoderMaker:
     """Return the function that makes this rank's part of a model: vLLM's shards for a single copy,
     else FSDP2's; the whole model without other ranks.
 
     Args:
         trained: see sharded_decoder.
+        plan: of the servers' sums, in deterministic mode.
     """
+    make = _rank_maker(config, ranks, trained)
+    if not config.deterministic:
+        return make
+
+    def with_plan(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Decoder:
+        model = make(geometry, dtype, device)
+        model.arithmetic.plan = plan or SumPlan()
+        return model
+
+    return with_plan
+
+
+def _rank_maker(config: TrainerConfig, ranks: Ranks, trained: bool) -> DecoderMaker:
     if ranks.world_size == 1:
         return deterministic_decoder if config.deterministic else make_whole
     if config.single_copy:

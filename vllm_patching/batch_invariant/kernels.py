@@ -7,6 +7,9 @@ without the addition copies views first.
 Log of the sum of exponentials: vLLM's kernel walks along a row with one block, which leaves most of
 the GPU idle for a single sequence. Here chunks of a fixed width are summed by as many blocks, and
 then the chunks one after the other.
+
+Sum of tensor-parallel parts: an all-reduce adds them in an order that depends on the number of ranks
+and of bytes. Here each element is added in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +25,12 @@ WIDEST = 16384
 """Columns that one block normalises."""
 CHUNK = 4096
 """Columns that one block sums."""
+MOST_PARTS = 8
+"""Parts that add_parts adds."""
 _ALIGNMENT = 16
+_PART_COLUMNS = 1024
+"""Columns that one block of add_parts adds. Elements do not depend on each other, so this changes no
+bit."""
 
 
 @triton.jit
@@ -121,6 +129,21 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def _add_parts(  # type: ignore[no-untyped-def]
+    parts, out, part_stride, row_stride, columns, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = column < columns
+    start = parts + row * row_stride + column
+    total = tl.load(start, mask=valid, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        more = tl.load(start + tl.cast(part, tl.int64) * part_stride, mask=valid, other=0.0)
+        total += more.to(tl.float32)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=valid)
+
+
 def source_hash() -> str:
     """Hash of this file: two sides with the same hash and the same Triton run the same norm."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
@@ -153,6 +176,32 @@ def fused_add_rms_norm(
     y, total = torch.empty_like(x), torch.empty_like(x)
     _launch(x, residual, weight, y, total, x.shape[-1], 0, 1, eps)
     return y, total
+
+
+def add_parts(parts: torch.Tensor) -> torch.Tensor:
+    """See ops.add_parts. Parts and rows may have any stride; elements of a row lie side by side."""
+    if parts.dim() != 3 or not 1 <= len(parts) <= MOST_PARTS:
+        raise ValueError(
+            f"cannot add parts of shape {tuple(parts.shape)}: take [1 to {MOST_PARTS}, rows, out]"
+        )
+    if parts.stride(-1) != 1:
+        parts = parts.contiguous()
+    count, rows, columns = parts.shape
+    out = torch.empty(rows, columns, dtype=parts.dtype, device=parts.device)
+    if out.numel() == 0:
+        return out
+    with torch.cuda.device_of(parts):
+        _add_parts[(rows, triton.cdiv(columns, _PART_COLUMNS))](
+            parts,
+            out,
+            parts.stride(0),
+            parts.stride(1),
+            columns,
+            PARTS=count,
+            BLOCK=_PART_COLUMNS,
+            num_warps=4,
+        )
+    return out
 
 
 def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from vllm_patching.batch_invariant.provenance import provenance
 from vllm_patching.batch_invariant.settings import settings
 
 __all__ = [
+    "add_parts",
     "attention_paged",
     "attention_scale",
     "attention_varlen",
@@ -41,6 +42,8 @@ __all__ = [
     "rotary_embedding",
     "rotary_table",
     "route",
+    "row_linear",
+    "row_parts",
     "settings",
     "silu_and_mul",
     "token_logprobs",
@@ -75,6 +78,55 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         # of rows.
         product = product + bias
     return product.view(*x.shape[:-1], weight.shape[0])
+
+
+def row_parts(
+    x: torch.Tensor, weight: torch.Tensor, parts: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The products that `parts` of vLLM's tensor-parallel ranks compute of a row-parallel layer.
+
+    Inputs and weight are copied part by part: a rank of vLLM has them contiguous, and a library may
+    take another kernel for a view.
+
+    Args:
+        x: [rows, in], in a multiple of `parts`.
+        weight: [out, in].
+        bias: [out], added to the first part, as vLLM's first rank does; only for the first ranks.
+
+    Returns:
+        [parts, rows, out], each the product over in / parts columns, in the dtype of x.
+    """
+    if parts < 1 or weight.shape[1] % parts:
+        raise ValueError(f"{weight.shape[1]} columns cannot be cut into {parts} equal parts")
+    width = weight.shape[1] // parts
+    products = [
+        linear(columns.contiguous(), of_weight.contiguous(), bias if number == 0 else None)
+        for number, (columns, of_weight) in enumerate(
+            zip(x.split(width, dim=-1), weight.split(width, dim=-1), strict=True)
+        )
+    ]
+    return torch.stack(products)
+
+
+def add_parts(parts: torch.Tensor) -> torch.Tensor:
+    """Add parts [n, rows, out] in float32 in their order and round once: [rows, out].
+
+    A row's bits do not depend on the other rows. n is at most 8. A sum of zeros is +0.0 unless all
+    are -0.0.
+    """
+    return _kernels().add_parts(parts) if parts.is_cuda else reference.add_parts(parts)
+
+
+def row_linear(
+    x: torch.Tensor, weight: torch.Tensor, parts: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight.T (+ bias) in the bits of `parts` tensor-parallel ranks of vLLM; [rows, out].
+
+    With one part it is `linear`. See `row_parts` for the arguments.
+    """
+    if parts == 1:
+        return linear(x, weight, bias)
+    return add_parts(row_parts(x, weight, parts, bias))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

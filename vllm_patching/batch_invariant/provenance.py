@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from vllm_patching.batch_invariant.flash_attention import flash_attention_version
+from vllm_patching.batch_invariant.plan import ENTRY, SumPlan
 from vllm_patching.batch_invariant.settings import pinned
 
-_REFERENCE = "reference in torch, row by row"
+_REFERENCE = "reference in torch"
 OPERATIONS = (
     "linear",
     "rms_norm",
@@ -24,17 +25,25 @@ OPERATIONS = (
     "silu_and_mul",
     "attention_varlen",
     "chosen_logprobs",
+    "add_parts",
 )
 
 
-def provenance() -> dict[str, str]:
-    """Operation -> kernel with version and settings, and what they share (`machine`, `torch`).
+def provenance(plan: SumPlan | None = None) -> dict[str, str]:
+    """Operation -> kernel with version and settings, and what they share (`machine`, `torch`,
+    `sum_plan`).
 
     Two processes that return equal dictionaries run the same code with the same settings on the
     same kind of GPU. It does not prove that the kernels are right; that is what the self-test and
     the comparison of every token are for.
+
+    Args:
+        plan: of the row-parallel sums; not given: one part.
     """
-    shared = {"torch": f"{torch.__version__} cuda {torch.version.cuda}"}
+    shared = {
+        "torch": f"{torch.__version__} cuda {torch.version.cuda}",
+        ENTRY: str(plan or SumPlan()),
+    }
     if not torch.cuda.is_available():
         return {
             **{name: _REFERENCE for name in OPERATIONS},
@@ -57,6 +66,7 @@ def provenance() -> dict[str, str]:
         "silu_and_mul": f"{vllm} _C.silu_and_mul",
         "attention_varlen": f"{vllm} flash_attn {flash_attention_version(device.major)} num_splits=1 page=16",
         "chosen_logprobs": ours,
+        "add_parts": ours,
         **shared,
         "machine": f"{device.name} sm_{device.major}{device.minor} {device.multi_processor_count} SMs",
     }

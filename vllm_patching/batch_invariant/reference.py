@@ -1,4 +1,4 @@
-"""The operations on a CPU, row by row: slow, but a row's bits do not depend on its neighbours.
+"""The operations on a CPU: slow, but a row's bits do not depend on its neighbours.
 
 Any floating dtype.
 """
@@ -7,16 +7,35 @@ from __future__ import annotations
 
 import torch
 
+_SHORT = 16
+"""Columns that linear adds before it adds their sum to the others."""
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [rows, in] @ weight[out, in].T, each row a product of its own, since a library orders sums
-    by the number of rows.
+    """x [rows, in] @ weight[out, in].T, each value a sum in the order of the columns, rounded once.
+
+    Only multiplications and additions of whole tensors, element by element: a library's product
+    orders the sums by the number of rows and of outputs. Short sums are added up, which loses less
+    than one long sum.
     """
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    for row in range(x.shape[0]):
-        # A copy, because libraries also look at how the memory is aligned.
-        out[row] = torch.nn.functional.linear(x[row].clone(), weight)
-    return out
+    total = _wide(x[:0]).new_zeros(len(x), len(weight))
+    part, product = torch.empty_like(total), torch.empty_like(total)
+    for rows, columns in zip(
+        _wide(x).t().split(_SHORT), _wide(weight).t().contiguous().split(_SHORT), strict=True
+    ):
+        part.zero_()
+        for of_x, of_weight in zip(rows, columns, strict=True):
+            part += torch.mul(of_x.unsqueeze(1), of_weight, out=product)
+        total += part
+    return total.to(x.dtype)
+
+
+def add_parts(parts: torch.Tensor) -> torch.Tensor:
+    """See ops.add_parts."""
+    total = _wide(parts[0])
+    for part in parts[1:]:
+        total = total + _wide(part)
+    return total.to(parts.dtype, copy=True)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from example_trainer.models.ops.mixture import route
 from example_trainer.models.ops.reference import gelu_and_mul, rotary_table
 from example_trainer.models.ops.triton_gradients import logit_gradient, silu_and_mul_gradient
 from example_trainer.models.packing import Packing
-from example_trainer.models.shards import Total, add_product
+from example_trainer.models.shards import Split, Total, add_product, summed
 
 __all__ = [
     "NAME",
@@ -98,6 +98,21 @@ def linear(
     """See Operations.linear."""
     y: Tensor = _Linear.apply(x, weight, bias, total, bias_total)
     return y
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    split: Split,
+    parts: int = 1,
+    packing: Packing | None = None,
+    total: Total | None = None,
+    bias_total: Total | None = None,
+) -> Tensor:
+    """See Operations.row_linear. The bias is added to the sum."""
+    y = split.leave(linear(x, weight, None, packing, total))
+    return y if bias is None else y + summed(bias, bias_total)
 
 
 class _Norm(torch.autograd.Function):

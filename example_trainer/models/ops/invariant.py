@@ -22,7 +22,7 @@ from example_trainer.errors import ModelError
 from example_trainer.models.head import check_temperature
 from example_trainer.models.ops import mixture, torch_gradients
 from example_trainer.models.packing import TILE, Packing
-from example_trainer.models.shards import Total, deliver
+from example_trainer.models.shards import Split, Total, deliver
 from vllm_patching.batch_invariant import ops
 from vllm_patching.weights.families import Geometry
 
@@ -64,10 +64,16 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         packing: Packing,
         totals: tuple[Total | None, Total | None],
+        split: Split,
+        parts: int,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.packing, ctx.totals = packing, totals
-        return ops.linear(x, weight, bias)
+        if parts == 1:
+            return ops.linear(x, weight, bias)
+        first_bias = bias if split.rank == 0 else None
+        products = ops.row_parts(x, weight, parts // split.size, first_bias)
+        return ops.add_parts(split.gather_parts(products))
 
     @staticmethod
     @once_differentiable
@@ -87,7 +93,10 @@ class _Linear(torch.autograd.Function):
             db = deliver(
                 bias, ctx.totals[1], lambda total: gradients.add_row_sums(dy, total, ctx.packing)
             )
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None, None
+
+
+_WHOLE = Split()
 
 
 def linear(
@@ -104,9 +113,49 @@ def linear(
     """
     flat = x.reshape(-1, x.shape[-1])
     y: Tensor = _Linear.apply(
-        flat, weight, bias, packing or Packing([len(flat)], x.device), (total, bias_total)
+        flat,
+        weight,
+        bias,
+        packing or Packing([len(flat)], x.device),
+        (total, bias_total),
+        _WHOLE,
+        1,
     )
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    split: Split,
+    parts: int = 1,
+    packing: Packing | None = None,
+    total: Total | None = None,
+    bias_total: Total | None = None,
+) -> Tensor:
+    """See Operations.row_linear.
+
+    Forward: each rank computes its share of the parts, all ranks' parts are gathered in the order
+    of the ranks, and every rank adds all of them. The bits are those of vLLM with `parts`
+    tensor-parallel ranks, for every number of trainer ranks that divides `parts`.
+
+    Backward: each part gets the gradient of the sum, as if nothing were rounded. The gradient of x
+    is then one product over all columns of this rank, and so is that of the weight: they are those
+    of `linear`, exactly repeatable, and independent of `parts`. The weight gradient of a column
+    does not depend on the number of trainer ranks.
+
+    Raises:
+        ValueError: the ranks cannot compute equal shares of the parts.
+    """
+    if parts % split.size:
+        raise ValueError(
+            f"{split.size} trainer ranks cannot compute equal shares of a sum of {parts} parts"
+        )
+    packing = packing or Packing([len(x)], x.device)
+    totals = total, bias_total
+    y: Tensor = _Linear.apply(x, weight, bias, packing, totals, split, parts)
+    return y
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

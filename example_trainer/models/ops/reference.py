@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from example_trainer.models.head import chosen_logprobs_of
 from example_trainer.models.packing import Packing
-from example_trainer.models.shards import Total, add_product, summed, wide
+from example_trainer.models.shards import Split, Total, add_product, summed, wide
 from vllm_patching.weights.families import Geometry, RopeScaling
 
 NAME = "reference"
@@ -104,6 +104,21 @@ def linear(
     if total is None:
         return F.linear(x, weight, None if bias is None else summed(bias, bias_total))
     y: Tensor = _Linear.apply(x, weight, total)
+    return y if bias is None else y + summed(bias, bias_total)
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    split: Split,
+    parts: int = 1,
+    packing: Packing | None = None,
+    total: Total | None = None,
+    bias_total: Total | None = None,
+) -> Tensor:
+    """See Operations.row_linear. The bias is added to the sum."""
+    y = split.leave(linear(x, weight, None, packing, total))
     return y if bias is None else y + summed(bias, bias_total)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from example_trainer.models.packing import Packing
-from example_trainer.models.shards import Total
+from example_trainer.models.shards import Split, Total
 from vllm_patching.weights.families import Geometry
 
 
@@ -46,6 +46,28 @@ class Operations(Protocol):
         bias_total: Total | None = None,
     ) -> Tensor:
         """x Wᵀ + b for x [tokens, inputs], weight [outputs, inputs], bias [outputs]."""
+
+    def row_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        split: Split,
+        parts: int,
+        packing: Packing | None = None,
+        total: Total | None = None,
+        bias_total: Total | None = None,
+    ) -> Tensor:
+        """The linear layer whose inputs are split over ranks, summed over them: [tokens, outputs].
+
+        Collective if `split` has several ranks, which then have whole biases.
+
+        Args:
+            x, weight: this rank's columns.
+            split: the ranks.
+            parts: products that the layer is the sum of, see SumPlan; a multiple of the ranks.
+                Tables without vLLM's bits sum the ranks' products in an order of their own.
+        """
 
     def rms_norm(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from example_trainer.models.ops import Operations, invariant
 from example_trainer.models.packing import Packing
+from example_trainer.models.shards import Split
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 """Largest relative error of a gradient, |ours - float64| / |float64| over the whole tensor, by the
@@ -107,6 +108,17 @@ def biased_linear_case(d: Draws, ops: Operations) -> Case:
         return ops.linear(
             x, weight, bias, d.packing, totals.get("weight_total"), totals.get("bias_total")
         )
+
+    return Case(inputs, ours, lambda x, w, b: x @ w.T + b)
+
+
+def row_linear_case(d: Draws, ops: Operations) -> Case:
+    """A sum of two rounded parts. The formula knows no rounding."""
+    inputs = biased_linear_case(d, ops).inputs
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor, **totals: Total) -> Tensor:
+        given = totals.get("weight_total"), totals.get("bias_total")
+        return ops.row_linear(x, weight, bias, Split(), 2, d.packing, *given)
 
     return Case(inputs, ours, lambda x, w, b: x @ w.T + b)
 
@@ -380,6 +392,7 @@ CASES: dict[str, Callable[[Draws, Operations], Case]] = {
     "route renormalised": partial(route_case, renormalised=True),
     "experts": experts_case,
     "linear": linear_case,
+    "row_linear": row_linear_case,
     "linear with bias": biased_linear_case,
     "rms_norm": rms_norm_case,
     "add_rms_norm": fused_norm_case,

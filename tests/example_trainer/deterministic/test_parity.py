@@ -20,7 +20,9 @@ from example_trainer.batch.client import registration
 from example_trainer.batch.groups import UNKNOWN_VERSION, Batch
 from example_trainer.batch.packing import PackedBin
 from example_trainer.deterministic.pairing import (
+    agreed_plan,
     deterministic_decoder,
+    followed_plan,
     make_pairing,
     make_parity,
     model_provenance,
@@ -45,6 +47,7 @@ from tests.example_trainer.deterministic.training import (
     train,
 )
 from tests.http_server import Answer, HttpServer, Request
+from vllm_patching.batch_invariant.plan import ENTRY, SumPlan
 from vllm_patching.weights.families import RopeScaling
 
 KERNELS = {"linear": "cublaslt 130100", "rms_norm": "lockstep abc"}
@@ -327,6 +330,69 @@ def test_a_parameter_server_pairs_its_servers_itself(tmp_path: Path) -> None:
     assert pairing is not None
     assert pairing.theirs == pairing.kernels
     assert pairing.servers == {}
+
+
+def served(model: Decoder) -> dict[str, object]:
+    """/bridge/info of a server that runs this model's kernels and plan."""
+    kernels = model_provenance(model)
+    report = {"provenance": kernels, "rotary_table": kernels["rotary_table"]}
+    return {"instance": "a", "deterministic": report}
+
+
+def test_the_trainer_takes_the_plan_of_the_server_before_it_loads(tmp_path: Path) -> None:
+    sampler = deterministic_decoder(SMALL, torch.float32, plan=SumPlan(4))
+    with HttpServer(lambda _: (200, served(sampler))) as server:
+        options = config(tmp_path, vllm_servers=[f"127.0.0.1:{server.port}"])
+        plan = agreed_plan(options, SMALL, Ranks())
+        assert plan == SumPlan(4)
+        make = decoder_maker(options, Ranks(0, 1), plan=plan)
+        model = make(SMALL, torch.float32, torch.device("cpu"))
+        assert model.arithmetic.plan == plan
+        assert make_pairing(options, model) is not None
+        other = make(SMALL, torch.float32, torch.device("cpu"))
+        other.arithmetic.plan = SumPlan(2)
+        with pytest.raises(ParityError, match="sum_plan: 'parts=2' here, 'parts=4' there"):
+            make_pairing(options, other)
+    plain = options.model_copy(update={"deterministic": False})
+    assert agreed_plan(plain, SMALL, Ranks()) == SumPlan(1), "no server is asked"
+
+
+@pytest.mark.parametrize(
+    ("entry", "tensor_ranks", "changed", "message"),
+    [
+        (
+            "parts=1", 2, {},
+            "sums 1 part(s), which 2 tensor-parallel trainer ranks cannot share: train with 1 such "
+            "ranks, or start vLLM with --tensor-parallel-size 2 or 4 or 8",
+        ),
+        (
+            "parts=2", 4, {},
+            "train with 1 or 2 such ranks, or start vLLM with --tensor-parallel-size 4 or 8",
+        ),
+        (
+            "parts=8", 1, {},
+            "sums 8 parts, and 4 attention heads of this trainer's model cannot be split so: start "
+            "vLLM with --tensor-parallel-size 1 or 2 or 4, or give both the same model",
+        ),
+        (
+            "parts=4", 1, {"intermediate_size": 42},
+            "and a feed-forward width of 42 of this trainer's model cannot be split so: start vLLM "
+            "with --tensor-parallel-size 1 or 2, or",
+        ),
+        ("tree", 1, {}, "sums in another way than this trainer: sum_plan 'tree' is not of the form"),
+        ("parts=3", 1, {}, "a sum of 3 parts: deterministic mode knows 1, 2, 4 and 8"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_the_trainer_cannot_follow_is_refused_with_the_layouts_that_fit(
+    entry: str, tensor_ranks: int, changed: dict[str, int], message: str
+) -> None:
+    info = {"deterministic": {"provenance": {ENTRY: entry}}}
+    with pytest.raises(ParityError) as refusal:
+        followed_plan(info, "http://s", replace(SMALL, **changed), tensor_ranks)
+    text = str(refusal.value)
+    assert text.startswith("the vLLM server at http://s sums ")
+    assert message in text
+    assert "\n" not in text
 
 
 def test_an_ordinary_model_is_not_passed_off_as_a_deterministic_one() -> None:
