@@ -481,15 +481,16 @@ def weights_json(
         servers = past_servers(run)
     each = max(20, MAX_VERSIONS // max(1, len(servers)))
     counts, reported = run.counts(), parity or {}
-    compared, mismatched = counts or (reported.get("compared", 0), reported.get("mismatched", 0))
+    names = ("compared", "mismatched", "older")
+    sums = counts or [reported.get(name, 0) for name in names]
     return {
         "servers": [server | {"history": server["history"][-each:]} for server in servers],
         "updates": run.updates(),
         "deterministic": {
             "on": counts is not None or parity is not None,
-            "compared": compared,
-            "mismatched": mismatched,
+            **dict(zip(names, sums, strict=True)),
             "first": reported.get("first"),
+            "kernels": reported.get("kernels"),
         },
     }
 

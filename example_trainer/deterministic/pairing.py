@@ -251,6 +251,7 @@ def make_parity(
         older=config.oldest_rollouts != 0,
         ranks=ranks,
         same_tokens=same_tokens,
+        servers=pairing.servers,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -147,10 +148,11 @@ class ParityCheck:
         older: whether tokens of older weights, or of unknown weights, may be trained on.
         ranks: of the trainer; each compares the tokens of its own bins, and the figures are of all.
         same_tokens: every rank has the same bins, whose layers they split.
+        servers: kernels and self-test of each paired server, by address, for the service.
 
     Attributes:
         first: the first token that differed in the whole run.
-        compared_in_all, mismatched_in_all: tokens of the whole run.
+        compared_in_all, mismatched_in_all, older_in_all: tokens of the whole run.
     """
 
     def __init__(
@@ -161,11 +163,14 @@ class ParityCheck:
         older: bool = False,
         ranks: Ranks | None = None,
         same_tokens: bool = False,
+        servers: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         self._ours, self._theirs, self._stop, self._older_allowed = ours, theirs, stop, older
         self._ranks, self._same_tokens = ranks or Ranks(), same_tokens
+        self._servers = servers
+        self._reported: dict[str, Any] = {}
         self.first: Mismatch | None = None
-        self.compared_in_all, self.mismatched_in_all = 0, 0
+        self.compared_in_all = self.mismatched_in_all = self.older_in_all = 0
         self._version = 0
         self._said_unknown = False
         self._reset()
@@ -219,6 +224,7 @@ class ParityCheck:
             self._mismatched += one.mismatched
             self.mismatched_in_all += one.mismatched
             self._older += one.older
+            self.older_in_all += one.older
             self._older_known += one.older_known
             self._largest = max(self._largest, one.largest)
             self._kl += one.kl
@@ -294,19 +300,24 @@ class ParityCheck:
         }
 
     def report(self) -> dict[str, Any]:
-        """Return the counts for the rollout service: compared and different tokens of the step and
-        of the whole run, and the first difference.
+        """Return the counts for the rollout service: compared, different and older tokens of the
+        step and of the whole run, and the first difference. `kernels` is there if they are other
+        ones than in the last report.
         """
-        return {
-            "parity": {
-                "weight_version": self._version,
-                "compared": self._compared,
-                "mismatched": self._mismatched,
-                "compared_in_all": self.compared_in_all,
-                "mismatched_in_all": self.mismatched_in_all,
-                "first": None if self.first is None else asdict(self.first),
-            }
+        parity = {
+            "weight_version": self._version,
+            "compared": self._compared,
+            "mismatched": self._mismatched,
+            "older": self._older,
+            "compared_in_all": self.compared_in_all,
+            "mismatched_in_all": self.mismatched_in_all,
+            "older_in_all": self.older_in_all,
+            "first": None if self.first is None else asdict(self.first),
         }
+        kernels = {"trainer": dict(self._ours), "servers": dict(self._servers)}
+        if kernels != self._reported:
+            parity["kernels"] = self._reported = kernels
+        return {"parity": parity}
 
     def _kernels(self) -> str:
         difference = provenance_difference(self._ours, self._theirs)

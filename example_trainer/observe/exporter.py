@@ -244,6 +244,18 @@ COUNTERS = {
         "batches_skipped",
         "Batches that could not be trained on since this process began",
     ),
+    "compared_tokens": (
+        "compared_tokens",
+        "Tokens of the present weights that deterministic mode compared since this process began",
+    ),
+    "mismatched_tokens": (
+        "mismatched_tokens",
+        "Compared tokens whose bits differ since this process began",
+    ),
+    "older_tokens": (
+        "older_tokens",
+        "Tokens of older weights, compared with nothing, since this process began",
+    ),
     "bytes_moved": (
         "weight_bytes_sent",
         "Bytes of weights sent to the inference server since this process began",

@@ -440,7 +440,9 @@ class Archive:
                 (orjson.dumps(first | {"batch_group": number, "group": archived}),),
             )
         totals = {"compared": parity.compared_in_all, "mismatched": parity.mismatched_in_all}
-        self._keep_fact("parity", orjson.dumps(totals))
+        self._keep_fact("parity", orjson.dumps(totals | {"older": parity.older_in_all}))
+        if parity.kernels is not None:
+            self._keep_fact("kernels", parity.kernels.model_dump_json().encode())
 
     def _remove_oldest(self) -> None:
         run = self._connection.execute
@@ -654,19 +656,21 @@ class Archive:
 
     @_reads
     def parity(self) -> dict[str, Any] | None:
-        """Return the comparison of tokens: `compared`, `mismatched`, and `first`, the first token
-        that differed, with `group`, its group in the archive. None if nothing was compared.
+        """Return the comparison of tokens: `compared`, `mismatched`, `older`, the `kernels` of both
+        sides, and `first`, the first token that differed, with `group`, its group in the archive.
+        None if nothing was compared.
         """
         facts: dict[str, Any] = {
             name: orjson.loads(value)
             for name, value in self._connection.execute(
-                "SELECT name, value FROM facts WHERE name IN ('parity', 'first_mismatch')"
+                "SELECT name, value FROM facts WHERE name IN ('parity', 'first_mismatch', 'kernels')"
             )
         }
         first = facts.get("first_mismatch")
         if first and isinstance(first.get("token"), int):
             first["text"] = self.text().whole([first["token"]])
-        return facts.get("parity") and facts["parity"] | {"first": first}
+        kernels = facts.get("kernels")
+        return facts.get("parity") and facts["parity"] | {"first": first, "kernels": kernels}
 
 
 def _connect(path: Path, read_only: bool) -> sqlite3.Connection:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Base64Bytes, BaseModel, NonNegativeInt, Strict
+from pydantic import Base64Bytes, BaseModel, Field, FiniteFloat, NonNegativeInt, Strict
 
 from atroposlib.wire import PROMPT_MASK
 
@@ -166,19 +166,50 @@ def _mean(values: npt.NDArray[Any]) -> float | None:
     return float(values.mean(dtype=np.float64)) if len(values) else None
 
 
+MOST_KERNELS, MOST_SERVERS = 100, 1000
+"""Of a report."""
+Provenance = Annotated[dict[str, str], Field(max_length=MOST_KERNELS)]
+
+
+class ServerKernels(BaseModel):
+    """The kernels of a vLLM server in deterministic mode.
+
+    Attributes:
+        kernels: operation -> kernel, with the versions and the plan.
+        checks: batches that its self-test compared at its start.
+        seconds: duration of that self-test.
+    """
+
+    kernels: Provenance
+    checks: int | None = None
+    seconds: FiniteFloat | None = None
+
+
+class Kernels(BaseModel):
+    """The kernels of a trainer, and of its servers by address."""
+
+    trainer: Provenance
+    servers: Annotated[dict[str, ServerKernels], Field(max_length=MOST_SERVERS)]
+
+
 class Parity(BaseModel):
     """The comparison of tokens of one step, and of all steps so far.
 
     Attributes:
+        older, older_in_all: tokens of older weights, which are compared with nothing.
         first: the first token that differed; None while none has.
+        kernels: of the trainer and of its servers; None if they are those of the last report.
     """
 
     weight_version: int
     compared: int
     mismatched: int
+    older: int = 0
     compared_in_all: int
     mismatched_in_all: int
+    older_in_all: int = 0
     first: dict[str, Any] | None = None
+    kernels: Kernels | None = None
 
 
 class SequenceReport(BaseModel):

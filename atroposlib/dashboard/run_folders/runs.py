@@ -298,7 +298,7 @@ def _id(path: Path, name: str) -> str:
     return f"{readable}~{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
 
 
-COUNTS = ("compared_tokens", "mismatched_tokens")
+COUNTS = ("compared_tokens", "mismatched_tokens", "older_tokens")
 """Figures that are added up over the whole run."""
 MAX_EVALUATIONS = 20_000
 MAX_UPDATES = 500
@@ -506,9 +506,13 @@ class Run:
             }
 
     def counts(self) -> list[float] | None:
-        """Return the sums of COUNTS over all rows; None without any, or if rows were removed."""
+        """Return the sums of COUNTS over all rows; None without any, or if rows were removed.
+
+        Rows without older tokens count as rows that have none.
+        """
         with self._lock:
-            return self._counts.totals(COUNTS)
+            compared = self._counts.totals(COUNTS[:2])
+            return compared and compared + (self._counts.totals(COUNTS[2:]) or [0])
 
     def updates(self) -> list[dict[str, Any]]:
         """Return the weight updates of the newest steps, oldest first; see update_of."""
@@ -548,6 +552,7 @@ def update_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": row.get("step"), "checksum": row.get("checksum"), "weights_sha": row.get("weights_sha"),
         "seconds_sync": row.get("seconds_sync"), "bytes_moved": row.get("bytes_moved"),
+        **{name: row.get(name) for name in COUNTS},
         **{
             of: {name[len(of) + 1 :]: value for name, value in row.items() if name.startswith(f"{of}/")}
             for of in ("sync", "server")

@@ -11,6 +11,7 @@ import { BADGES, signText } from "./stack.js";
 const SHOWN = 500;
 const PHASES = 8;
 const STILL = ["stalled", "halted", "resume"]; // for how long nothing was sampled: parts of several phases, and no phase
+const PLAIN = ["bytes_moved", "compared_tokens", "mismatched_tokens", "older_tokens"]; // figures of an update that are charted as they are
 const PLACES = [
   ["weight_version", "weight version"],
   ["batch_group", "group of the batch"],
@@ -24,6 +25,7 @@ const page = { weights: null, stack: null };
 const charts = {
   phases: desk.add(new Chart(desk, { id: "sync-phases", title: "What handing over takes", unit: "a step, by phase", band: true, form: seconds, lines: [] })),
   gaps: desk.add(new Chart(desk, { id: "halted", title: "Longest halt of an engine", unit: "by version", fromZero: true, form: seconds, lines: [], empty: "No server has told of an update yet." })),
+  bits: desk.add(new Chart(desk, { id: "compared", title: "Tokens compared", unit: "a step", fromZero: true, form: whole, lines: [{ name: "compared_tokens", label: "compared" }, { name: "mismatched_tokens", label: "that differ" }, { name: "older_tokens", label: "of older weights" }], empty: "Not in deterministic mode." })),
   moved: desk.add(new Chart(desk, { id: "moved", title: "Bytes moved", unit: "a step", fromZero: true, form: bytes, lines: [{ name: "bytes_moved", label: "to all servers" }] })),
 };
 
@@ -136,11 +138,12 @@ function phaseBar(phases) {
 function drawCharts(servers, updates) {
   const names = [...new Set(updates.flatMap((update) => Object.keys(update.sync ?? {})))];
   const step = updates.map((update) => update.step);
-  const columns = Object.fromEntries([...names.map((name) => [name, updates.map((update) => update.sync?.[name] ?? null)]), ["bytes_moved", updates.map((update) => update.bytes_moved ?? null)]].map(([name, mean]) => [name, { mean, low: null, high: null }]));
+  const columns = Object.fromEntries([...names.map((name) => [name, updates.map((update) => update.sync?.[name] ?? null)]), ...PLAIN.map((name) => [name, updates.map((update) => update[name] ?? null)])].map(([name, mean]) => [name, { mean, low: null, high: null }]));
   const run = { id: shownRun() || "run", label: shownRun() || "this run", colour: "--s1", columns: { step, columns } };
   charts.phases.spec.lines = names.map((name) => ({ name, label: words(name) }));
   charts.phases.show([run]);
   charts.moved.show([run]);
+  charts.bits.show([run]);
   charts.gaps.spec.lines = [{ name: "gap", label: "engine stands still" }];
   const told = servers.filter((server) => server.history?.some((row) => typeof row.gap === "number"));
   if (!told.length) {
@@ -159,19 +162,41 @@ function gapsOf(history) {
 }
 
 function drawBits(deterministic) {
-  const { on, compared: tokens, mismatched, first } = deterministic;
+  const { on, compared: tokens, mismatched, older, first, kernels } = deterministic;
   $("bits-said").textContent = on ? "deterministic mode: every token's logprob is compared, bit by bit" : "not in deterministic mode: sampler and trainer are compared by KL alone (overview)";
   $("bits-figures").hidden = !on && !tokens;
   const rows = [
     ["tokens compared", whole(tokens), ""],
     ["that differ", whole(mismatched), mismatched > 0 ? `1 in ${whole(tokens / mismatched)}` : ""],
+    ["of older weights", whole(older), older > 0 ? "compared with nothing" : ""],
   ];
   keyed($("bits-figures"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [what, value, how]) => {
     renew(row.lastElementChild, [value, how], () => [value, how ? h("small", {}, ` ${how}`) : null]);
     row.lastElementChild.className = what === "that differ" && mismatched > 0 ? "bad" : "";
   });
   const said = mismatched > 0 ? h("p", { class: "bad" }, "The first one was not kept here; the trainer's log names it.") : on && tokens ? h("p", { class: "good" }, "Not one differs.") : null;
+  drawKernels(kernels);
   renew($("first"), [first, mismatched > 0, on && tokens > 0], () => (first ? mismatch(first) : said));
+}
+
+/** The kernels of trainer and servers by operation, whatever operations there are, and each server's self-test. */
+function drawKernels(kernels) {
+  $("kernels-region").hidden = !kernels;
+  if (!kernels) {
+    return;
+  }
+  const servers = Object.entries(kernels.servers).sort(([one], [other]) => one.localeCompare(other));
+  const names = [...new Set([kernels.trainer, ...servers.map(([, server]) => server.kernels)].flatMap(Object.keys))].sort();
+  const rows = names.map((name) => [name, kernels.trainer[name] ?? "–", ...servers.map(([, server]) => server.kernels[name] ?? "–")]);
+  rows.push(["self-test", "–", ...servers.map(([, server]) => selfTest(server))]);
+  renew($("kernels-head"), [servers.map(([url]) => url)], () => h("tr", {}, ["kernel", "trainer", ...servers.map(([url]) => url.replace(/^https?:\/\//, ""))].map((title) => h("th", { scope: "col" }, title))));
+  keyed($("kernels"), rows, ([name]) => name, () => h("tr"), (row, [name, ...values]) =>
+    renew(row, values, () => [h("th", { scope: "row" }, name), values.map((value) => h("td", { class: name !== "self-test" && value !== values[0] ? "bad" : "" }, value))]),
+  );
+}
+
+function selfTest({ checks, seconds: duration }) {
+  return typeof checks === "number" ? `${count(checks, "batch", "batches")} with the same bits, ${seconds(duration ?? null)}` : "–";
 }
 
 /** Every digit of a count. */

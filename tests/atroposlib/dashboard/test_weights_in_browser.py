@@ -29,6 +29,16 @@ FIRST = {
     "recomputed": RECOMPUTED,
     "weight_version": 2,
 }
+KERNELS = {
+    "trainer": {"linear": "cublaslt 130100", "plan": "parts 1"},
+    "servers": {
+        "http://a:9001": {
+            "kernels": {"linear": "cublaslt 130100", "plan": "parts 2"},
+            "checks": 1234,
+            "seconds": 2.5,
+        }
+    },
+}
 PROMPT, ANSWERS = "What is 2 + 3?", [b"2 + 3 = 5", b"\\boxed{6}"]
 
 
@@ -73,8 +83,11 @@ def compared(
         "weight_version": 2,
         "compared": 1000,
         "mismatched": 1,
+        "older": 20,
         "compared_in_all": 2000,
         "mismatched_in_all": 1,
+        "older_in_all": 50,
+        "kernels": KERNELS,
     }
     ack = {"batch_id": batch["batch_id"], "uuid": uuid, "weight_version": 2}
     run.post(
@@ -82,8 +95,8 @@ def compared(
         ack
         | {"report": {"weight_version": 2, "sequences": [], "parity": parity | {"first": first}}},
     )
-    run.step(1, compared_tokens=1000, mismatched_tokens=0)
-    run.step(1, compared_tokens=1000, mismatched_tokens=1)
+    run.step(1, compared_tokens=1000, mismatched_tokens=0, older_tokens=30)
+    run.step(1, compared_tokens=1000, mismatched_tokens=1, older_tokens=20)
     rollouts(service, 2)
     yield run
     assert service.signal(signal.SIGTERM) == 0, service.log.read_text()[-2000:]
@@ -176,8 +189,20 @@ def test_every_token_that_was_compared_is_counted_and_the_first_that_differed_is
         "every token's logprob is compared, bit by bit",
         "tokens compared\n2,000",
         "that differ\n1 1 in 2,000",
+        "of older weights\n50 compared with nothing",
     ):
         assert part in bits, bits
+    kernels = seen.page.get_by_role("region", name="Kernels")
+    rows_of_kernels = [row.inner_text().split("\t") for row in kernels.get_by_role("row").all()]
+    assert rows_of_kernels == [
+        ["kernel", "trainer", "a:9001"],
+        ["linear", "cublaslt 130100", "cublaslt 130100"],
+        ["plan", "parts 1", "parts 2"],
+        ["self-test", "–", "1,234 batches with the same bits, 2.5 s"],
+    ]
+    assert kernels.locator("td.bad").all_inner_texts() == ["parts 2"]
+    chart = seen.page.get_by_role("figure", name="Tokens compared")
+    assert chart.get_attribute("data-points") == "2"
     first = seen.page.get_by_role("alert").inner_text()
     numbers = ("0xbf6a9208", "0xbf6a9209", str(SAMPLED), str(RECOMPUTED), "1 float32 step apart")
     for part in (*numbers, "weight version\n2", "position\n16"):

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from atroposlib.dashboard.rollouts.rollout_stats import Parity
 from example_trainer.batch.client import registration
 from example_trainer.batch.groups import UNKNOWN_VERSION, Batch
 from example_trainer.batch.packing import PackedBin
@@ -182,6 +183,28 @@ def test_where_older_tokens_are_allowed_those_of_the_present_weights_alone_are_c
     known = [shift for version, shift in drawn if version != 3 and not math.isnan(shift)]
     expected = sum(math.expm1(-shift) + shift for shift in known) / max(1, len(known))
     assert row["older_kl"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_service_gets_the_counts_and_kernels_that_it_does_not_know_yet() -> None:
+    servers: dict[str, dict[str, Any]] = {}
+    parity = ParityCheck(KERNELS, KERNELS, older=True, servers=servers)
+    recomputed = torch.full((4,), -2.0)
+
+    def step(version: int) -> dict[str, Any]:
+        parity.begin(version)
+        parity.compare(bin_of(torch.tensor([3, 2, 3, 2]), recomputed), recomputed)
+        report: dict[str, Any] = parity.report()["parity"]
+        return report
+
+    first = step(3)
+    assert first["kernels"] == {"trainer": KERNELS, "servers": {}}
+    assert (first["compared"], first["older"], first["older_in_all"]) == (2, 2, 2)
+    second = step(4)
+    assert "kernels" not in second
+    assert (second["compared"], second["older"], second["older_in_all"]) == (0, 4, 6)
+    servers["http://s"] = {"kernels": KERNELS, "checks": 7, "seconds": 0.5}
+    assert step(4)["kernels"]["servers"] == servers
+    assert Parity.model_validate(first | {"kernels": {"trainer": KERNELS, "servers": servers}})
 
 
 def test_a_token_of_the_present_weights_is_compared_among_older_ones() -> None:

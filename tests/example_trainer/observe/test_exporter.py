@@ -57,6 +57,9 @@ def test_a_scrape_shows_the_last_row(server: MetricsServer) -> None:
         "sequences": 4,
         "bytes_moved": 1000,
         "weight_version": 1,
+        "compared_tokens": 90,
+        "mismatched_tokens": 0,
+        "older_tokens": 10,
         "age_mean": 2.0,
         "age_max": 3,
     }
@@ -81,6 +84,9 @@ def test_a_scrape_shows_the_last_row(server: MetricsServer) -> None:
     )  # not known, which is not what the step before had
     assert found["lockstep_trainer_staleness_max_versions"] == "3.0"
     assert found["lockstep_trainer_tokens_total"] == "200.0"
+    assert found["lockstep_trainer_compared_tokens_total"] == "180.0"
+    assert found["lockstep_trainer_mismatched_tokens_total"] == "0.0"
+    assert found["lockstep_trainer_older_tokens_total"] == "20.0"
     assert found["lockstep_trainer_weight_bytes_sent_total"] == "2000.0"
     phases = {
         name: value

@@ -35,6 +35,12 @@ GROUPS = st.lists(
 )
 
 
+KERNELS = {
+    "trainer": {"plan": "parts 1"},
+    "servers": {"http://a:9001": {"kernels": {"plan": "parts 1"}, "checks": 30, "seconds": 2.5}},
+}
+
+
 def body(*rollouts: tuple[float, int], **more: Any) -> bytes:
     """A group of rollouts: score and number of sampled tokens each, behind a prompt of two."""
     rows = [[5, 6, *range(10, 10 + length)] for _, length in rollouts]
@@ -296,10 +302,14 @@ def test_what_was_compared_bit_for_bit_is_kept_and_the_first_difference_leads_to
                 "compared_in_all": 10 * version,
             }
             told |= {"mismatched_in_all": int(version > 1), "first": found}
+            told |= {"older": 2, "older_in_all": 2 * version}
+            if version == 1:  # the later reports have the same ones, and leave them out
+                told["kernels"] = KERNELS
             archive.add_parity(Parity.model_validate(told), [40, 41])
     parity = Archive(archive.path, read_only=True).parity()
     assert parity is not None
-    assert (parity["compared"], parity["mismatched"]) == (30, 1)
+    assert (parity["compared"], parity["mismatched"], parity["older"]) == (30, 1, 6)
+    assert parity["kernels"] == KERNELS
     assert (parity["first"]["group"], parity["first"]["batch_group"], parity["first"]["text"]) == (
         groups[1],
         1,

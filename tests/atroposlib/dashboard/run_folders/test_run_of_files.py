@@ -269,16 +269,18 @@ def test_counts_are_added_up_over_every_row_of_a_long_run(tmp_path: Path) -> Non
         "on": True,
         "compared": steps * (steps + 1) / 2,
         "mismatched": (steps + 1) // 2,
+        "older": 0,
         "first": None,
+        "kernels": None,
     }
     assert weights_json(run, [], None)["deterministic"] == whole
     append(
         tmp_path / "metrics.jsonl",
-        {"step": steps, "compared_tokens": 1, "mismatched_tokens": 1},
+        {"step": steps, "compared_tokens": 1, "mismatched_tokens": 1, "older_tokens": 8},
         {"step": steps + 1},
     )
     run.refresh()  # the last step was done again, and one that compared nothing has come
-    whole["compared"] = steps * (steps - 1) / 2 + 1
+    whole |= {"compared": steps * (steps - 1) / 2 + 1, "older": 8}
     assert weights_json(run, [], {"compared": 7, "mismatched": 7, "first": {"token": 5}})[
         "deterministic"
     ] == whole | {"first": {"token": 5}}
