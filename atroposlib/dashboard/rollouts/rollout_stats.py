@@ -167,7 +167,7 @@ def _mean(values: npt.NDArray[Any]) -> float | None:
 
 
 MOST_KERNELS, MOST_SERVERS = 100, 1000
-"""Of a report."""
+"""Limits of a report."""
 Provenance = Annotated[dict[str, str], Field(max_length=MOST_KERNELS)]
 
 
