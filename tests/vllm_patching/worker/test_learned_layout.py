@@ -32,10 +32,22 @@ RANKS: dict[str, list[tuple[int, int]]] = {
     "Qwen3Next": [(1, 0), (2, 1)],
     "GptOss": [(1, 0)],  # vLLM's CPU build has no experts of this kind for two ranks
     "Mamba2": [(1, 0)],
+    "Qwen2_5_VL": [(1, 0), (2, 1)],
 }
 LEARNED = [
     f"{name} {size} {rank}" for name in RANKS if name != "Mamba2" for size, rank in RANKS[name]
 ]
+
+
+STAND_IN = Path(__file__).parent / "without_images"
+"""A package with torchvision's name, which models that read images are imported with."""
+
+
+def without_images() -> dict[str, str]:
+    """Variables with which the stand-in is imported, if torchvision is not installed."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join((str(STAND_IN), os.environ.get("PYTHONPATH", "")))}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +58,7 @@ def learned() -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm_patching.worker.learn_layouts", json.dumps(RANKS)],
         cwd=ROOT,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        env={**os.environ, **without_images(), "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
         check=False,

@@ -1,0 +1,1 @@
+"""Names of the second version of the transforms."""

@@ -1,0 +1,1 @@
+"""Functions of the second version of the transforms: none."""
