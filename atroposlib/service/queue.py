@@ -38,7 +38,9 @@ from atroposlib.service.records import (
     QUEUED,
     REFERENCE,
     BatchTooSmallError,
+    Changes,
     Environment,
+    Evaluation,
     Group,
     Lease,
     Limits,
@@ -47,6 +49,7 @@ from atroposlib.service.records import (
     QueueFullError,
     Receipt,
     RegistryFullError,
+    Snapshot,
     SupersededError,
     UnknownBatchError,
     ValidatedGroup,
@@ -65,7 +68,6 @@ from atroposlib.service.run_state import (
 )
 from atroposlib.service.scheduling import choose_multiple, in_order_of_use, is_plain
 from atroposlib.service.schemas import Registration, ReplayOptions
-from atroposlib.service.store import Changes, Snapshot
 from atroposlib.wire import TrainerSession, oldest
 
 MAX_ENVIRONMENTS = 1024
@@ -127,9 +129,9 @@ class RolloutQueue:
         )
         self.epochs = WeightEpochs()
         # Environments.
-        self.registry = Registry(self.limits)
+        self.registry = Registry(self.limits, self.changes)
         self.first_env_of_run = 0  # environments with a lower id belong to a run that has ended
-        self.evaluations = Evaluations()
+        self.evaluations = Evaluations(self.changes)
         self.fleet = FleetRequests()
         self.streams = Streams()
         # Groups.
@@ -159,12 +161,9 @@ class RolloutQueue:
 
     def take_changes(self) -> Changes:
         """Return the changes since the last call."""
-        changes, self.changes = self.changes, Changes()
-        changes.environments, changes.environments_removed = self.registry.take_changed()
-        changes.evaluations, changes.evaluations_removed = self.evaluations.take_changed()
         if self._state_changed:
             self._state_changed = False
-            changes.state = {
+            self.changes.records["state", 0] = {
                 **{name: getattr(self, name) for name in STORED},
                 **self.epochs.stored(),
                 "registration": self.registration and self.registration.model_dump(),
@@ -182,7 +181,7 @@ class RolloutQueue:
                 ],
                 "sizes_posted": self.posted_sizes.stored(),
             }
-        return changes
+        return self.changes.take()
 
     def _restore(self, snapshot: Snapshot, now: float) -> None:
         state = snapshot.state
@@ -195,9 +194,11 @@ class RolloutQueue:
             {(reason, bucket): count for reason, bucket, count in state.get("drops", [])}
         )
         names, clock = state.get("name_counts", {}), state.get("clock", 0.0)
-        self.registry.restore(snapshot.environments, names, clock, now, state.get("next_env_id", 0))
-        self.keys.update(snapshot.keys)
-        self.evaluations.restore(snapshot.evaluations, state.get("next_evaluation", 1))
+        environments = [record for _, record in sorted(snapshot.of("environment").items())]
+        self.registry.restore(environments, names, clock, now, state.get("next_env_id", 0))
+        self.keys.update({key: Receipt(**record) for key, record in snapshot.of("key").items()})
+        results = [Evaluation(**record) for _, record in sorted(snapshot.of("evaluation").items())]
+        self.evaluations.restore(results, state.get("next_evaluation", 1))
         self.fleet = FleetRequests(**state.get("fleet", {}))
         self.streams = Streams(state.get("streams"))
         self._restore_groups(snapshot)
@@ -205,15 +206,19 @@ class RolloutQueue:
     def _restore_groups(self, snapshot: Snapshot) -> None:
         for env_id in self.registry.by_id:
             self.lines.open(env_id)
-        for group in snapshot.queued:
-            self.lines.add(group)
-        for group in snapshot.buffered:
-            self.buffers.setdefault(group.line, []).append(group)
-        self.reference.add(snapshot.for_reference)
         self.leases = {
-            lease.batch_id: lease
-            for lease in sorted(snapshot.leases, key=lambda lease: lease.batch_id)
+            batch_id: Lease(batch_id, [], **record)
+            for batch_id, record in sorted(snapshot.of("lease").items())
         }
+        for group in snapshot.groups():
+            if group.place == QUEUED:
+                self.lines.add(group)
+            elif group.place == BUFFERED:
+                self.buffers.setdefault(group.line, []).append(group)
+            elif group.place == REFERENCE:
+                self.reference.add([group])
+            else:
+                self.leases[group.place].groups.append(group)
         self.failures = BatchFailures.restored(snapshot.state.get("failures", {}), self.leases)
         held = sorted(self._held(), key=lambda group: group.seq)
         self.held_groups, self.held_bytes = len(held), sum(group.n_bytes for group in held)
@@ -234,7 +239,7 @@ class RolloutQueue:
         next_evaluation, last_epoch = self.evaluations.next_id, self.epochs.last
         self._clear()
         self.epochs = WeightEpochs(last_epoch)
-        self.evaluations = Evaluations(next_evaluation)
+        self.evaluations = Evaluations(self.changes, next_evaluation)
         self.changes.wipe = True
         self._state_changed = True
 
@@ -641,9 +646,10 @@ class RolloutQueue:
             self.refusals.note_drop(receipt.reason or "")
         if group.key is not None:
             self.keys[group.key] = receipt
-            self.changes.keys_added.append((group.key, receipt))
+            self.changes.records["key", group.key] = receipt
             if len(self.keys) > self.limits.max_keys:
-                self.changes.keys_removed.append(self.keys.popitem(last=False)[0])
+                oldest_key, _ = self.keys.popitem(last=False)
+                self.changes.records["key", oldest_key] = None
         return receipt
 
     def _receive(self, group: ValidatedGroup) -> Receipt:
@@ -709,7 +715,7 @@ class RolloutQueue:
         self.registry.by_id[line].accepted += 1
         self._state_changed |= self.posted_sizes.add(line, group.size)
         place = self._place_of(group)
-        self.changes.added.append((group, posted.body, place))
+        self.changes.add(group, posted.body)
         self._enter(group, place)
         self._make_room()
         if place != BUFFERED:
@@ -771,6 +777,7 @@ class RolloutQueue:
 
     def _enter(self, group: Group, place: int) -> None:
         """Put a group where it waits."""
+        self._note_place(group, place)
         if (
             self._pruned_below is not None
         ):  # the bound falls when a batch is skipped, so the group may be older
@@ -784,12 +791,15 @@ class RolloutQueue:
             self.buffers.setdefault(group.line, []).append(group)
             self._recombine(group.line)
 
+    def _note_place(self, group: Group, place: int) -> None:
+        if group.place != place:
+            group.place = place
+            self.changes.records["group", group.seq] = group
+
     def _move(self, groups: Collection[Group], place_of: Callable[[Group], int]) -> None:
         """Move groups to where they wait now, and put the lines that they join back in order."""
         for group in groups:
-            place = place_of(group)
-            self.changes.moved.append((group.seq, place))
-            self._enter(group, place)
+            self._enter(group, place_of(group))
         for line in {group.line for group in groups}:
             self.lines.sort(line)
             if line in self.buffers:
@@ -818,7 +828,6 @@ class RolloutQueue:
         for group in buffer:
             if group.seq in chosen:
                 self._enter(group, QUEUED)
-                self.changes.moved.append((group.seq, QUEUED))
 
     # ---- reference logprobs ----
 
@@ -865,11 +874,11 @@ class RolloutQueue:
             body = answers[group.seq]
             self.reference.answer(worker, group, body is not None, now)
             group.reference = FINAL if body is None else COMPUTED
-            self.changes.reference.append((group.seq, group.reference))
+            self.changes.records["group", group.seq] = group
             if body is not None:
                 self.held_bytes += len(body) - group.n_bytes
                 group.n_bytes = len(body)
-                self.changes.referenced.append((group.seq, body))
+                self.changes.bodies[group.seq] = body
         self._move(answered, self._place_of)
 
     def drop_unreadable(self, seqs: Collection[int]) -> int:
@@ -884,7 +893,7 @@ class RolloutQueue:
         for group in self._held():
             if group.reference == COMPUTED:
                 group.reference = MISSING
-                self.changes.reference.append((group.seq, MISSING))
+                self.changes.records["group", group.seq] = group
 
     def _move_by_reference(self) -> None:
         """Move groups into or out of the reference queue, as a trainer that has just registered
@@ -1101,13 +1110,14 @@ class RolloutQueue:
         return self._drop_where(lambda group: group.seq in seqs, "damaged")
 
     def _record_lease(self, lease: Lease) -> None:
-        self.changes.leases.append(
-            (lease.batch_id, lease.sent, lease.returned, [group.seq for group in lease.groups])
-        )
+        record = {"sent": lease.sent, "returned": lease.returned}
+        self.changes.records["lease", lease.batch_id] = record
+        for group in lease.groups:
+            self._note_place(group, lease.batch_id)
 
     def _remove_lease(self, lease: Lease) -> None:
         del self.leases[lease.batch_id]
-        self.changes.leases_removed.append(lease.batch_id)
+        self.changes.records["lease", lease.batch_id] = None
 
     def _dissolve(self, lease: Lease) -> None:
         """Put the groups of a lease back at the front of their lines, or into the reference queue."""
@@ -1192,7 +1202,7 @@ class RolloutQueue:
         self._forget([group for group in lease.groups if self._is_used_up(group)])
         again = [group for group in lease.groups if not self._is_used_up(group)]
         self.failures.forget(again)
-        self.changes.uses += [(group.seq, group.uses) for group in again]
+        self.changes.records |= {("group", group.seq): group for group in again}
         self._move(again, lambda group: QUEUED)
 
     @property
@@ -1240,8 +1250,9 @@ class RolloutQueue:
         self.held_groups -= len(lease.groups)
         self.held_bytes -= sum(group.n_bytes for group in lease.groups)
         for oldest_lease in self.failures.set_aside(lease, reason):
-            self.changes.leases_removed.append(oldest_lease.batch_id)
-            self.changes.removed.extend(group.seq for group in oldest_lease.groups)
+            self.changes.records["lease", oldest_lease.batch_id] = None
+            for group in oldest_lease.groups:
+                self.changes.remove(group)
             self.streams.forget(oldest_lease.groups)
         return True
 
@@ -1387,6 +1398,6 @@ class RolloutQueue:
         self._state_changed |= self.streams.forget(groups)
         self.failures.forget(groups)
         for group in groups:
-            self.changes.removed.append(group.seq)
+            self.changes.remove(group)
             self.held_groups -= 1
             self.held_bytes -= group.n_bytes

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from atroposlib.service.records import (
     NOBODY,
+    Changes,
     Environment,
     Evaluation,
     Group,
@@ -37,8 +38,8 @@ environments, are kept."""
 class Registry:
     """Environments by id. The line of groups that belong to none has the id NOBODY and weight 1."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, changes: Changes) -> None:
+        self.limits, self._changes = limits, changes
         self.by_id: dict[int, Environment] = {NOBODY: Environment(NOBODY, "", "", 1.0, 0, 0)}
         self.last_seen: dict[int, float] = {}
         self.came: dict[int, float] = {}
@@ -53,20 +54,13 @@ class Registry:
         """Fair-queueing time: the clock of the environment that was served last."""
         self.next_id = 0
         """The id of the environment that registers next."""
-        self._dirty: set[int] = set()
-        self._forgotten: list[int] = []
 
-    def take_changed(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return the records that changed, and the environments that were forgotten, since the last
-        call.
-        """
-        changed = [asdict(self.by_id[env_id]) for env_id in sorted(self._dirty)], self._forgotten
-        self._dirty, self._forgotten = set(), []
-        return changed
+    def _save(self, env_id: int) -> None:
+        self._changes.records["environment", env_id] = self.by_id.get(env_id)
 
     def restore(
         self,
-        records: list[dict[str, Any]],
+        records: Iterable[Mapping[str, Any]],
         name_counts: Mapping[str, int],
         clock: float,
         now: float,
@@ -109,7 +103,7 @@ class Registry:
         self._forget_names()
         self.by_id[environment.env_id] = environment
         self.last_seen[environment.env_id] = self.came[environment.env_id] = now
-        self._dirty.add(environment.env_id)
+        self._save(environment.env_id)
         return environment
 
     def _forget_names(self) -> None:
@@ -123,8 +117,7 @@ class Registry:
         """Remove an environment. Its id is not given to another one."""
         for of in (self.by_id, self.last_seen, self.came, self.posted):
             of.pop(env_id, None)
-        self._dirty.discard(env_id)
-        self._forgotten.append(env_id)
+        self._save(env_id)
 
     def get(self, env_id: int) -> Environment:
         """The environment of that id.
@@ -159,7 +152,7 @@ class Registry:
     def disconnect(self, env_id: int) -> None:
         """Mark an environment as gone."""
         self.get(env_id).connected = False
-        self._dirty.add(env_id)
+        self._save(env_id)
 
     def touch(self, env_id: int | None, now: float, process: str = "") -> None:
         """Note that an environment has called, and by which process if it names that."""
@@ -235,7 +228,7 @@ class Registry:
         environment = self.by_id[line]
         if environment.clock < self.clock:
             environment.clock = self.clock
-            self._dirty.add(line)
+            self._save(line)
 
     def charge(self, served: Mapping[int, int], reservations: Mapping[int, float]) -> None:
         """Book a batch: sequences served per line, and what had been reserved."""
@@ -244,12 +237,12 @@ class Registry:
             environment.owed = min(
                 max(0.0, reserved - served.get(env_id, 0)), float(environment.group_size)
             )
-            self._dirty.add(env_id)
+            self._save(env_id)
         for line, sequences in served.items():
             environment = self.by_id[line]
             self.clock = max(self.clock, environment.clock)
             environment.clock += sequences / max(environment.weight, MIN_WEIGHT)
-            self._dirty.add(line)
+            self._save(line)
 
     def shares(self, env_id: int, now: float) -> dict[str, float]:
         """The wire's `unallocated_fraction` of a batch and `env_weight` (share of all weights, at
@@ -687,28 +680,18 @@ size."""
 
 
 class Evaluations:
-    """The newest results of evaluations, numbered in the order of their arrival, and their changes
-    until `take_changed`.
-    """
+    """The newest results of evaluations, numbered in the order of their arrival."""
 
-    def __init__(self, next_id: int = 1) -> None:
-        self.next_id = next_id
+    def __init__(self, changes: Changes, next_id: int = 1) -> None:
+        self.next_id, self._changes = next_id, changes
         self._kept: deque[Evaluation] = deque()
         self._bytes = 0
-        self._added: list[Evaluation] = []
-        self._removed: list[int] = []
 
     def restore(self, stored: Iterable[Evaluation], next_id: int) -> None:
         """Restore the stored results, oldest first."""
         for evaluation in stored:
             self._keep(evaluation)
         self.next_id = max([next_id, *(evaluation.id + 1 for evaluation in self._kept)])
-
-    def take_changed(self) -> tuple[list[Evaluation], list[int]]:
-        """Return the new results, and the ids of removed ones, since the last call."""
-        changed = self._added, self._removed
-        self._added, self._removed = [], []
-        return changed
 
     def add(
         self,
@@ -731,7 +714,7 @@ class Evaluations:
             self.next_id, time, env_id, name, weight_version, metrics, key, weight_epoch
         )
         self.next_id += 1
-        self._added.append(evaluation)
+        self._changes.records["evaluation", evaluation.id] = evaluation
         self._keep(evaluation)
         return evaluation.id
 
@@ -742,7 +725,7 @@ class Evaluations:
         while len(self._kept) > MAX_KEPT or (self._bytes > MAX_BYTES and len(self._kept) > 1):
             oldest = self._kept.popleft()
             self._bytes -= oldest.size
-            self._removed.append(oldest.id)
+            self._changes.records["evaluation", oldest.id] = None
 
     def after(self, id: int) -> Sequence[Evaluation]:
         """Return the results after the one with this id, oldest first."""
@@ -750,7 +733,8 @@ class Evaluations:
 
     def clear(self) -> None:
         """Forget all results, which are another run's. Their ids are not used again."""
-        self._removed.extend(evaluation.id for evaluation in self._kept)
+        for evaluation in self._kept:
+            self._changes.records["evaluation", evaluation.id] = None
         self._kept.clear()
         self._bytes = 0
 

@@ -25,26 +25,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
-from atroposlib.service.records import (
-    BUFFERED,
-    QUEUED,
-    REFERENCE,
-    Evaluation,
-    Group,
-    Lease,
-    Receipt,
-)
+from atroposlib.service.records import Changes, RecordKey, Snapshot
 from atroposlib.service.store import (
     FIXED_BYTES,
     SLACK_BYTES,
-    Changes,
     DamagedError,
     DiskSpace,
-    Snapshot,
     Store,
     StoreError,
     megabytes,
@@ -197,21 +187,12 @@ T = TypeVar("T")
 
 APPLICATION_ID = 0x4C6F636B
 """Marks the file as ours."""
-FORMAT = 5
+FORMAT = 6
 """The layout of the tables. The store refuses a file with another number."""
 
 SCHEMA = """
-CREATE TABLE state (id INTEGER PRIMARY KEY CHECK (id = 1), record BLOB NOT NULL);
-CREATE TABLE environments (env_id INTEGER PRIMARY KEY, record BLOB NOT NULL);
-CREATE TABLE groups (
-    seq INTEGER PRIMARY KEY, line INTEGER NOT NULL, size INTEGER NOT NULL, longest INTEGER NOT NULL,
-    n_bytes INTEGER NOT NULL, weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL,
-    tokens INTEGER NOT NULL, reference INTEGER NOT NULL, uses INTEGER NOT NULL);
+CREATE TABLE records (kind TEXT NOT NULL, id NOT NULL, record BLOB NOT NULL, PRIMARY KEY (kind, id));
 CREATE TABLE bodies (seq INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE TABLE leases (batch_id INTEGER PRIMARY KEY, sent INTEGER NOT NULL, returned INTEGER NOT NULL);
-CREATE TABLE keys (
-    place INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, status TEXT NOT NULL, buffer_size INTEGER, reason TEXT);
-CREATE TABLE evaluations (id INTEGER PRIMARY KEY, record BLOB NOT NULL);
 """
 
 PAGE_SIZE = 65536
@@ -245,73 +226,23 @@ class Statements:
 
     def apply(self, together: Sequence[Changes]) -> None:
         """Apply several changes, in their order."""
-        run = self._run
-        self._insert_groups([entry for changes in together for entry in changes.added])
-        for seq, body in [entry for changes in together for entry in changes.referenced]:
-            run("UPDATE bodies SET crc = ?, body = ? WHERE seq = ?", (zlib.crc32(body), body, seq))
-            run("UPDATE groups SET n_bytes = ? WHERE seq = ?", (len(body), seq))
-        for seq, reference in [entry for changes in together for entry in changes.reference]:
-            run("UPDATE groups SET reference = ? WHERE seq = ?", (reference, seq))
-        uses = dict([entry for changes in together for entry in changes.uses])
-        for times in sorted(set(uses.values())):
-            self._for_all(
-                "UPDATE groups SET uses = ? WHERE seq",
-                [seq for seq, n in uses.items() if n == times],
-                times,
-            )
+        records: dict[RecordKey, Any] = {}
+        bodies: dict[int, bytes | None] = {}
         for changes in together:
-            self._place(changes)
-        removed = [seq for changes in together for seq in changes.removed]
-        if removed:
-            self._for_all("DELETE FROM groups WHERE seq", removed)
-            self._for_all(
-                "DELETE FROM bodies WHERE seq",
-                [seq for seq in removed if seq not in self._unreadable],
-            )
-        environments = {
-            record["env_id"]: record for changes in together for record in changes.environments
-        }
-        for env_id, record in environments.items():
-            run("INSERT OR REPLACE INTO environments VALUES (?, ?)", (env_id, orjson.dumps(record)))
-        forgotten = [env_id for changes in together for env_id in changes.environments_removed]
-        self._for_all("DELETE FROM environments WHERE env_id", forgotten)
-        keys: dict[str, Receipt | None] = {}
-        for changes in together:
-            keys.update(changes.keys_added)
-            keys.update(dict.fromkeys(changes.keys_removed))
-        if keys:
-            self._for_all("DELETE FROM keys WHERE key", list(keys))
-            kept = [
-                (key, r.status, r.buffer_size, r.reason) for key, r in keys.items() if r is not None
-            ]
-            self._insert("keys (key, status, buffer_size, reason)", kept)
-        results = [
-            (result.id, orjson.dumps(result))
-            for changes in together
-            for result in changes.evaluations
-        ]
-        if results:
-            self._insert("evaluations", results)
-        self._for_all(
-            "DELETE FROM evaluations WHERE id",
-            [id for changes in together for id in changes.evaluations_removed],
-        )
-        state = next(
-            (changes.state for changes in reversed(together) if changes.state is not None), None
-        )
-        if state is not None:
-            run("INSERT OR REPLACE INTO state VALUES (1, ?)", (orjson.dumps(state),))
-
-    def _insert_groups(self, added: Sequence[tuple[Group, bytes, int]]) -> None:
-        rows = []
-        for group, _, place in added:
-            weights = orjson.dumps(group.weights).decode()
-            numbers = (group.seq, group.line, group.size, group.longest, group.n_bytes)
-            rows.append(
-                (*numbers, weights, group.stated, place, group.tokens, group.reference, group.uses)
-            )
-        self._insert("groups", rows)
-        self._insert("bodies", [(group.seq, zlib.crc32(body), body) for group, body, _ in added])
+            records |= changes.records
+            bodies |= changes.bodies
+        gone: dict[str, list[int | str]] = {}
+        for (kind, id), record in records.items():
+            if record is None:
+                gone.setdefault(kind, []).append(id)
+        for of_kind, ids in gone.items():
+            self._delete("records WHERE kind = ? AND id", ids, of_kind)
+        unwanted = [seq for seq, body in bodies.items() if body is None]
+        self._delete("bodies WHERE seq", [seq for seq in unwanted if seq not in self._unreadable])
+        kept = [(*key, record) for key, record in records.items() if record is not None]
+        self._insert("records", kept)
+        new = [(seq, zlib.crc32(body), body) for seq, body in bodies.items() if body is not None]
+        self._insert("bodies", new)
 
     def _insert(self, into: str, rows: Sequence[tuple[object, ...]]) -> None:
         """Insert many rows with one statement.
@@ -322,30 +253,19 @@ class Statements:
         for some in _chunks(rows, MAX_VARIABLES // len(rows[0]) if rows else 1):
             row = f"({', '.join('?' * len(some[0]))})"
             values = [value for entry in some for value in entry]
-            self._run(f"INSERT INTO {into} VALUES {', '.join([row] * len(some))}", values)
+            self._run(
+                f"INSERT OR REPLACE INTO {into} VALUES {', '.join([row] * len(some))}", values
+            )
 
-    def _for_all(self, statement: str, values: Sequence[int | str], *first: int) -> None:
-        """Run a statement that ends before its `IN`, for many values at a time.
-
-        `first` are its earlier parameters.
+    def _delete(self, condition: str, values: Sequence[int | str], *first: str) -> None:
+        """Delete many rows at a time. The condition ends before its `IN`; `first` are its earlier
+        parameters.
         """
         for some in _chunks(values, MAX_VARIABLES - len(first)):
-            self._run(f"{statement} IN ({', '.join('?' * len(some))})", [*first, *some])
-
-    def _place(self, changes: Changes) -> None:
-        run = self._run
-        place = "UPDATE groups SET place = ? WHERE seq"
-        moved = dict(changes.moved)
-        for to in sorted(set(moved.values())):
-            self._for_all(place, [seq for seq, last in moved.items() if last == to], to)
-        for batch_id, sent, returned, seqs in changes.leases:
-            run("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (batch_id, sent, returned))
-            self._for_all(place, seqs, batch_id)
-        for batch_id in changes.leases_removed:
-            run("DELETE FROM leases WHERE batch_id = ?", (batch_id,))
+            self._run(f"DELETE FROM {condition} IN ({', '.join('?' * len(some))})", [*first, *some])
 
     def wipe(self) -> None:
-        for table in ("state", "environments", "groups", "bodies", "leases", "keys", "evaluations"):
+        for table in ("records", "bodies"):
             self._run(f"DELETE FROM {table}")
 
 
@@ -366,14 +286,11 @@ class RecentBodies:
         """Keep what was added, let go of what was removed."""
         if changes.wipe:
             self.clear()
-        for seq, body in [
-            *((group.seq, body) for group, body, _ in changes.added),
-            *changes.referenced,
-        ]:
-            self._bytes += len(body) - len(self._bodies.pop(seq, b""))
-            self._bodies[seq] = body
-        for seq in changes.removed:
+        for seq, body in changes.bodies.items():
             self._bytes -= len(self._bodies.pop(seq, b""))
+            if body is not None:
+                self._bodies[seq] = body
+                self._bytes += len(body)
         while self._bytes > self.most_bytes:
             self._bytes -= len(self._bodies.popitem(last=False)[1])
 
@@ -520,44 +437,10 @@ class SqliteStore(Store):
                 raise self._error(error) from None
 
     def _snapshot(self) -> Snapshot:
-        run = self._writer.execute
         snapshot = Snapshot()
-        for (record,) in run("SELECT record FROM state"):
-            snapshot.state = orjson.loads(record)
-        snapshot.environments = [
-            orjson.loads(record)
-            for (record,) in run("SELECT record FROM environments ORDER BY env_id")
-        ]
-        leases = {
-            batch_id: Lease(batch_id, [], bool(sent), bool(returned))
-            for batch_id, sent, returned in run(
-                "SELECT batch_id, sent, returned FROM leases ORDER BY batch_id"
-            )
-        }
-        waiting = {
-            QUEUED: snapshot.queued,
-            BUFFERED: snapshot.buffered,
-            REFERENCE: snapshot.for_reference,
-        }
-        columns = (
-            "place, weights, stated, seq, line, size, longest, n_bytes, tokens, reference, uses"
-        )
-        for place, listed, stated, *numbers in run(f"SELECT {columns} FROM groups ORDER BY seq"):
-            seq, line, size, longest, n_bytes, *others = numbers
-            weights = tuple((epoch, version) for epoch, version in orjson.loads(listed))
-            group = Group(seq, line, size, longest, n_bytes, weights, bool(stated), 0, *others)
-            (waiting[place] if place in waiting else leases[place].groups).append(group)
-        snapshot.leases = list(leases.values())
-        snapshot.keys = [
-            (key, Receipt(*receipt))
-            for key, *receipt in run(
-                "SELECT key, status, buffer_size, reason FROM keys ORDER BY place"
-            )
-        ]
-        snapshot.evaluations = [
-            Evaluation(**orjson.loads(record))
-            for (record,) in run("SELECT record FROM evaluations ORDER BY id")
-        ]
+        rows = self._writer.execute("SELECT kind, id, record FROM records ORDER BY rowid")
+        for kind, id, record in rows:
+            snapshot.records.setdefault(kind, {})[id] = orjson.loads(record)
         return snapshot
 
     def bodies_at_hand(self, seqs: Sequence[int]) -> list[bytes] | None:
@@ -611,7 +494,7 @@ class SqliteStore(Store):
                 try:
                     self._transact(wipes, left)
                 except sqlite3.OperationalError as error:
-                    if not _wants_space(error) or any(changes.added for changes in left):
+                    if not _wants_space(error) or any(changes.adds_groups for changes in left):
                         raise
                     self._transact_from_reserve(wipes, left)
             except (sqlite3.Error, OSError) as error:
@@ -774,9 +657,7 @@ def set_aside(path: Path) -> int:
         return 0
     store = SqliteStore(path)
     with closing(store):
-        snapshot = store.load()
-        waiting = len(snapshot.queued) + len(snapshot.buffered) + len(snapshot.for_reference)
-        groups = waiting + sum(len(lease.groups) for lease in snapshot.leases)
+        groups = len(store.load().of("group"))
     # Closing the last connection has folded the log into the file, so that the file alone is the
     # whole store.
     if groups:

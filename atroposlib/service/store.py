@@ -12,11 +12,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atroposlib.service.records import Evaluation, Group, Lease, Receipt
+from atroposlib.service.records import Changes, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -82,59 +82,6 @@ class DiskSpace:
             f"store {self.path}: {megabytes(self.free)} are free on its disk, {megabytes(needed)} are needed for new groups, "
             f"and {kept}. New groups are refused until there is space: free some in {folder} or elsewhere on that disk"
         )
-
-
-@dataclass(slots=True)
-class Changes:
-    """Changes of one call, for one transaction of the store. They apply in the order of the fields."""
-
-    wipe: bool = False
-    added: list[tuple[Group, bytes, int]] = field(default_factory=list)
-    """(group, body, place): the place is QUEUED, BUFFERED or REFERENCE."""
-    referenced: list[tuple[int, bytes]] = field(default_factory=list)
-    """(sequence number, body): groups that now have ref_logprobs, and the body that holds them."""
-    reference: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence number, MISSING, FINAL or COMPUTED)"""
-    uses: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence number, batches with it that the trainer has learned from)"""
-    moved: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence number, new place): groups that moved from another place or from a lease, in this
-    order."""
-    leases: list[tuple[int, bool, bool, list[int]]] = field(default_factory=list)
-    """(batch id, sent, returned, sequence numbers): leases that are new or changed."""
-    removed: list[int] = field(default_factory=list)
-    """Sequence numbers of groups that are gone."""
-    leases_removed: list[int] = field(default_factory=list)
-    environments: list[dict[str, Any]] = field(default_factory=list)
-    environments_removed: list[int] = field(default_factory=list)
-    """Environments that the queue forgot. None of them is in `environments`."""
-    keys_added: list[tuple[str, Receipt]] = field(default_factory=list)
-    keys_removed: list[str] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    """New results."""
-    evaluations_removed: list[int] = field(default_factory=list)
-    state: dict[str, Any] | None = None
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, each.name) for each in fields(self))
-
-
-@dataclass(slots=True)
-class Snapshot:
-    """Everything that a store holds, except the bodies."""
-
-    state: dict[str, Any] = field(default_factory=dict)
-    environments: list[dict[str, Any]] = field(default_factory=list)
-    queued: list[Group] = field(default_factory=list)
-    """In order of acceptance."""
-    buffered: list[Group] = field(default_factory=list)
-    for_reference: list[Group] = field(default_factory=list)
-    """In order of acceptance."""
-    leases: list[Lease] = field(default_factory=list)
-    keys: list[tuple[str, Receipt]] = field(default_factory=list)
-    """Oldest first."""
-    evaluations: list[Evaluation] = field(default_factory=list)
-    """Oldest first."""
 
 
 class StoreError(RuntimeError):
@@ -226,11 +173,10 @@ class MemoryStore(Store):
         for changes in together:
             if changes.wipe:
                 self._bodies.clear()
-            for group, body, _ in changes.added:
-                self._bodies[group.seq] = body
-            self._bodies.update(changes.referenced)
-            for seq in changes.removed:
+            for seq, body in changes.bodies.items():
                 self._bodies.pop(seq, None)
+                if body is not None:
+                    self._bodies[seq] = body
 
     def bodies(self, seqs: Sequence[int]) -> list[bytes]:
         """Bodies by sequence number."""

@@ -19,10 +19,10 @@ import pytest
 from atroposlib.service import routes
 from atroposlib.service.app import make_app
 from atroposlib.service.group_reader import read_groups
-from atroposlib.service.records import ValidatedGroup
+from atroposlib.service.records import QUEUED, Changes, Snapshot, ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
-from atroposlib.service.store import Changes, Snapshot, StoreError
+from atroposlib.service.store import StoreError
 from atroposlib.web.middleware import RequestLimits
 from tests.atroposlib.service.trainers import registered
 
@@ -119,7 +119,7 @@ def test_a_retried_post_is_not_answered_before_the_first_one_is_stored(store: Fa
                 await still_waits(again)
                 assert not first.done()
             assert (await again).json() == (await first).json() == {"status": "received"}
-            assert [key for key, _ in on_disk(store).keys] == ["k"]
+            assert list(on_disk(store).of("key")) == ["k"]
 
     run(test)
 
@@ -147,7 +147,7 @@ def test_a_retried_post_fails_with_the_first_one(store: FaultyStore, fault: Exce
             assert answer.json() == {"status": "received"}
             assert (
                 (await client.get("/status")).json()["queue_size"]
-                == len(on_disk(store).queued)
+                == len(on_disk(store).groups())
                 == 1
             )
 
@@ -173,7 +173,7 @@ def test_a_batch_that_is_asked_for_again_waits_until_its_bodies_are_written(
                 assert answer.status_code == 200, answer.text
                 assert marks(answer.json()["batch"]) == [1]
             assert (await post).status_code == 200
-            assert len(on_disk(store).leases) == 1
+            assert len(on_disk(store).of("lease")) == 1
 
     run(test)
 
@@ -305,15 +305,14 @@ def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
             httpx.Request("POST", "http://x", json=group(idempotency_key=key)).content, many=False
         )
         await service.post([draft])
-        assert key in [stored for stored, _ in on_disk(store).keys]
+        assert key in on_disk(store).of("key")
 
     async def batch(service: RolloutService, store: FaultyStore) -> None:
         async with service.handing_out(0, None) as hand_out:
             if hand_out is not None:
-                leases = {
-                    lease.batch_id: [held.seq for held in lease.groups]
-                    for lease in on_disk(store).leases
-                }
+                leases: dict[int, list[int]] = {}
+                for held in on_disk(store).groups():
+                    leases.setdefault(held.place, []).append(held.seq)
                 if (
                     hand_out.lease.batch_id in service.queue.leases
                 ):  # not acknowledged by another trainer in between
@@ -326,7 +325,7 @@ def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
         leases = list(service.queue.leases)
         if leases:
             await service.run(lambda queue: queue.ack(leases[0]))
-            assert leases[0] not in [lease.batch_id for lease in on_disk(store).leases]
+            assert leases[0] not in on_disk(store).of("lease")
 
     async def chaos(store: FaultyStore, chance: random.Random) -> None:
         service = RolloutService(store)
@@ -369,14 +368,14 @@ def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
             await asyncio.sleep(0.001)
         snapshot = on_disk(store)
         queue = service.queue
-        assert [held.seq for held in queue.lines] == [held.seq for held in snapshot.queued]
-        assert {lease.batch_id for lease in queue.leases.values()} == {
-            lease.batch_id for lease in snapshot.leases
-        }
+        assert [held.seq for held in queue.lines] == [
+            held.seq for held in snapshot.groups() if held.place == QUEUED
+        ]
+        assert queue.leases.keys() == snapshot.of("lease").keys()
         assert all(lease.sending == 0 for lease in queue.leases.values()), (
             "none is taken to be on its way for ever"
         )
-        assert list(queue.keys) == [key for key, _ in snapshot.keys]
+        assert list(queue.keys) == list(snapshot.of("key"))
         await service.committer.close()
 
     where = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -400,6 +399,6 @@ def test_a_call_does_not_wait_for_a_store_for_ever(store: FaultyStore) -> None:
             with pytest.raises(StoreError, match="did not answer"):
                 await service.run(lambda queue: None)
         await service.committer.close()
-        assert len(on_disk(store).queued) == 1, "it was stored after all; only nobody was told so"
+        assert len(on_disk(store).groups()) == 1, "it was stored after all; only nobody was told so"
 
     run(test)

@@ -22,13 +22,12 @@ from hypothesis import strategies as st
 from atroposlib import service_client
 from atroposlib.service.app import make_app
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import ValidatedGroup
+from atroposlib.service.records import Changes, ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import PAGE_SIZE, Reserve, SqliteStore
 from atroposlib.service.store import (
     FIXED_BYTES,
     SLACK_BYTES,
-    Changes,
     DiskSpace,
     MemoryStore,
     PostSpace,
@@ -254,7 +253,7 @@ def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(
     assert len(delivered) == len(set(delivered))
     left = {
         int(body.split(b":", 1)[0])
-        for body in store.bodies([one.seq for one in store.load().queued])
+        for body in store.bodies([one.seq for one in store.load().groups()])
     }
     assert set(delivered) | left == accepted
     store.close()
@@ -270,9 +269,9 @@ def test_posts_in_one_commit_with_a_batch_never_use_the_reserve(tmp_path: Path) 
     with pytest.raises(
         StoreError, match=r"full; [\d.,]+ MB are free on the disk of .*: free some space"
     ):
-        store.commit([queue.take_changes(), Changes(keys_added=[])])
+        store.commit([queue.take_changes(), Changes()])
     assert store._reserve.is_whole
-    assert store.load().queued == []
+    assert store.load().groups() == []
     store.close()
 
 
@@ -346,7 +345,7 @@ def test_a_full_disk_drains_and_posts_go_on_when_there_is_space(
         )
         other.unlink()
         await post_until_refused(client, accepted)
-        assert len(accepted) >= 2 * before
+        assert len(accepted) >= 2 * before - 1, "one group may be left, too few for a batch"
         assert (await client.get("/stats")).json()["store"]["reserve_is_whole"]
         assert (disk / "a.db-reserve").stat().st_blocks * 512 >= RESERVE
 
@@ -366,7 +365,7 @@ def test_a_store_that_cannot_begin_is_one_line_and_begins_when_there_is_space(
     ):
         SqliteStore(path, RESERVE)
     store = SqliteStore(path, RESERVE)
-    assert store.load().queued == []
+    assert store.load().groups() == []
     store.close()
 
 

@@ -105,7 +105,7 @@ def test_nothing_is_accepted_into_a_file_that_lost_its_name(
         file.rmdir()
     moved.replace(file)
     store.commit([changes])
-    assert len(store.load().queued) == 2
+    assert len(store.load().groups()) == 2
     store.close()
     with closing(SqliteStore(path)) as again:
-        assert len(again.load().queued) == 2
+        assert len(again.load().groups()) == 2

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from .conftest import ROOT, Service, environment, free_port, group, marks, trainer
@@ -83,9 +84,8 @@ def sent_on_disk(service: Service) -> bool:
     )
     [path] = [path for path in found if ".previous" not in path.name]
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=60)) as store:
-        return bool(
-            store.execute("SELECT sent FROM leases ORDER BY batch_id DESC LIMIT 1").fetchone()[0]
-        )
+        newest = "SELECT record FROM records WHERE kind = 'lease' ORDER BY id DESC LIMIT 1"
+        return bool(orjson.loads(store.execute(newest).fetchone()[0])["sent"])
 
 
 def lasting(service: Service) -> dict[str, Any]:

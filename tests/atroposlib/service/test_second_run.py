@@ -14,7 +14,7 @@ from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Environment, Limits
 from atroposlib.service.run_state import MAX_REASON
 from atroposlib.service.schemas import Registration
-from atroposlib.service.store import Snapshot
+from tests.atroposlib.service.trainers import stored
 
 from .test_queue import draft, registration
 
@@ -34,15 +34,9 @@ def trainer(queue: RolloutQueue, uuid: int, now: float = 0.0) -> Registration:
 def restarted(queue: RolloutQueue) -> RolloutQueue:
     """The queue as a restarted service restores it."""
     queue._state_changed = True  # or the state would not be written again
-    changes = queue.take_changes()
-    records = {one["env_id"]: one for one in changes.environments}
     for env_id, environment in queue.registry.by_id.items():
-        records.setdefault(
-            env_id, {name: getattr(environment, name) for name in Environment.__slots__}
-        )
-    return RolloutQueue(
-        snapshot=Snapshot(state=changes.state or {}, environments=list(records.values()))
-    )
+        queue.changes.records["environment", env_id] = environment
+    return RolloutQueue(snapshot=stored(queue.take_changes()))
 
 
 @pytest.mark.parametrize("restart", [False, True])

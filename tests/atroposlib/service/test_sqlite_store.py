@@ -10,18 +10,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Group, Limits, ValidatedGroup
+from atroposlib.service.records import Changes, Evaluation, Group, Limits, ValidatedGroup
 from atroposlib.service.run_state import MAX_BYTES, MAX_KEPT, Evaluations
 from atroposlib.service.schemas import Registration
 from atroposlib.service.sqlite_store import FORMAT, MAX_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
-from atroposlib.service.store import Changes, DamagedError, StoreError
+from atroposlib.service.store import DamagedError, StoreError
 from tests.atroposlib.service.conftest import ROOT
-from tests.atroposlib.service.trainers import registered
+from tests.atroposlib.service.trainers import registered, stored
 
 WEIGHTS = ((0, 0),)
 SQLITE_FUNCTION = 31
@@ -32,6 +33,12 @@ def draft(
     body: bytes = b"{}", size: int = 4, env_id: int | None = None, key: str | None = None
 ) -> ValidatedGroup:
     return ValidatedGroup(body, size, 10, env_id, (), key)
+
+
+def added(seq: int, body: bytes = b"{}") -> Changes:
+    changes = Changes()
+    changes.add(Group(seq, -1, 1, 1, len(body), WEIGHTS), body)
+    return changes.take()
 
 
 def registration(batch_size: int = 8) -> Registration:
@@ -53,8 +60,7 @@ def store(path: Path) -> Iterator[SqliteStore]:
 def state_of(queue: RolloutQueue) -> object:
     """All that must be the same after a restart."""
     queue._state_changed = True
-    state = queue.take_changes().state
-    assert state is not None
+    state = orjson.loads(queue.take_changes().records["state", 0])
     state.pop("next_seq")
     return (
         state,
@@ -137,10 +143,7 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
 
 def test_bodies_are_read_from_the_file_when_memory_has_let_go_of_them(store: SqliteStore) -> None:
     body = bytes(range(256)) * 4096
-    changes = Changes(
-        added=[(Group(seq, -1, 1, 1, len(body), WEIGHTS), body, False) for seq in range(70)]
-    )
-    store.commit([changes])
+    store.commit([added(seq, body) for seq in range(70)])
     assert store.bodies_at_hand([69]) == [body]
     assert store.bodies_at_hand([0]) is None, "70 MiB are more than it keeps"
     assert store.bodies([0, 69]) == [body, body]
@@ -176,19 +179,19 @@ SqliteStore(Path({str(other)!r}))
         f"is in use by another service (pid {os.getpid()}); stop it, or pass another --store"
         in done.stderr
     )
-    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, WEIGHTS), b"{}", False)])])
+    store.commit([added(0)])
     assert store.bodies([0]) == [b"{}"]
 
 
 def test_a_link_opens_the_store_that_it_names(path: Path, tmp_path: Path) -> None:
     store = SqliteStore(path)
-    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, WEIGHTS), b"{}", False)])])
+    store.commit([added(0)])
     store.close()
     (tmp_path / "link.db").symlink_to(path)
     with closing(SqliteStore(tmp_path / "link.db")) as linked:
         assert linked.bodies([0]) == [b"{}"]
     with closing(SqliteStore(path)) as again:
-        assert [one.seq for one in again.load().queued] == [0]
+        assert [one.seq for one in again.load().groups()] == [0]
     assert not list(tmp_path.glob("link.db?*")), (
         "all that lies beside it has the name of the file itself"
     )
@@ -219,7 +222,7 @@ def test_another_programs_database_is_refused(path: Path) -> None:
 def test_a_damaged_body_is_noticed(path: Path) -> None:
     store = SqliteStore(path)
     body = b"precious rollout " * 20_000
-    store.commit([Changes(added=[(Group(0, -1, 1, 1, len(body), WEIGHTS), body, False)])])
+    store.commit([added(0, body)])
     store.close()
     content = bytearray(path.read_bytes())
     content[content.rfind(b"precious") + 3] ^= 1
@@ -241,7 +244,7 @@ def test_a_body_that_sqlite_cannot_follow_does_not_keep_its_group_from_being_dro
         body = (
             bytes([65 + seq]) * 6 * PAGE_SIZE
         )  # on several pages; each begins with the number of the next
-        store.commit([Changes(added=[(Group(seq, -1, 1, 1, len(body), WEIGHTS), body, False)])])
+        store.commit([added(seq, body)])
     store.close()
     content = bytearray(path.read_bytes())
     page = next(
@@ -253,8 +256,8 @@ def test_a_body_that_sqlite_cannot_follow_does_not_keep_its_group_from_being_dro
     with pytest.raises(DamagedError, match="group 1 cannot be read") as caught:
         store.bodies([0, 1, 2])
     assert caught.value.seqs == {1}
-    store.commit([Changes(removed=[1])])
-    assert [group.seq for group in store.load().queued] == [0, 2]
+    store.commit([Changes(records={("group", 1): None}, bodies={1: None})])
+    assert [group.seq for group in store.load().groups()] == [0, 2]
     assert [body[:1] for body in store.bodies([0, 2])] == [b"A", b"C"]
     store.close()
 
@@ -262,31 +265,35 @@ def test_a_body_that_sqlite_cannot_follow_does_not_keep_its_group_from_being_dro
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from atroposlib.service.records import Group
-from atroposlib.service.store import Changes
+from atroposlib.service.records import Changes, Group
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import StoreError
+
+def added(seq, body):
+    changes = Changes()
+    changes.add(Group(seq, -1, 1, 1, len(body), ((0, 0),)), body)
+    return changes.take()
+
 store = SqliteStore(Path(sys.argv[1]))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, resource.RLIM_INFINITY))
 kept = []
 for seq in range(200):
     body = bytes([seq]) * 300_000
-    group = Group(seq, -1, 1, 1, len(body), ((0, 0),))
     try:
-        store.commit([Changes(added=[(group, body, False)])])
+        store.commit([added(seq, body)])
         kept.append(seq)
     except StoreError as error:
         print(error)
         break
 try:
-    store.commit([Changes(added=[(Group(999, -1, 1, 1, 300_000, ((0, 0),)), b"x" * 300_000, False)])])
+    store.commit([added(999, b"x" * 300_000)])
 except StoreError as error:
     print("still refusing")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-assert [group.seq for group in store.load().queued] == kept
+assert [group.seq for group in store.load().groups()] == kept
 assert store.bodies(kept) == [bytes([seq]) * 300_000 for seq in kept]
-store.commit([Changes(added=[(Group(1000, -1, 1, 1, 2, ((0, 0),)), b"{}", False)])])
+store.commit([added(1000, b"{}")])
 store.close()
 print("kept", len(kept))
 """
@@ -310,7 +317,7 @@ def test_a_full_disk_refuses_clearly_keeps_what_was_stored_and_recovers(path: Pa
     assert still == "still refusing"
     assert int(kept.split()[1]) >= 3
     store = SqliteStore(path)
-    assert len(store.load().queued) == int(kept.split()[1]) + 1
+    assert len(store.load().groups()) == int(kept.split()[1]) + 1
     store.close()
 
 
@@ -343,7 +350,7 @@ def test_it_needs_nothing_that_an_old_sqlite_lacks(store: SqliteStore) -> None:
     store.commit([queue.take_changes()])
     queue.reset()
     store.commit([queue.take_changes()])
-    assert not store.load().queued
+    assert not store.load().groups()
     assert calls == set()
 
 
@@ -353,7 +360,7 @@ def test_keys_that_differ_behind_a_nul_are_two(store: SqliteStore) -> None:
     for key in keys:
         queue.add(draft(key=key), 0.0)
         store.commit([queue.take_changes()])
-    assert [key for key, _ in store.load().keys] == keys
+    assert list(store.load().of("key")) == keys
     again = RolloutQueue(None, store.load())
     for key in keys:
         again.add(draft(key=key), 0.0)
@@ -361,22 +368,18 @@ def test_keys_that_differ_behind_a_nul_are_two(store: SqliteStore) -> None:
     small = RolloutQueue(Limits(max_keys=3), store.load())
     small.add(draft(key="new"), 0.0)
     store.commit([small.take_changes()])
-    assert [key for key, _ in store.load().keys] == [*keys[1:], "new"]
+    assert list(store.load().of("key")) == [*keys[1:], "new"]
 
 
 def test_a_commit_that_fails_in_an_unknown_way_stores_nothing_and_the_next_one_works(
     store: SqliteStore,
 ) -> None:
-    def changes(seq: int, environment: dict[str, object]) -> Changes:
-        return Changes(
-            added=[(Group(seq, -1, 1, 1, 2, WEIGHTS), b"{}", False)], environments=[environment]
-        )
-
+    nothing: Any = object()
     with pytest.raises(TypeError):
-        store.commit([changes(0, {"env_id": 0, "no JSON": object()})])
-    assert store.load().queued == []
-    store.commit([changes(1, {"env_id": 0})])
-    assert [group.seq for group in store.load().queued] == [1]
+        store.commit([added(0), Changes(bodies={1: nothing})])
+    assert store.load().groups() == []
+    store.commit([added(1)])
+    assert [group.seq for group in store.load().groups()] == [1]
 
 
 def test_setting_a_store_aside(path: Path) -> None:
@@ -385,7 +388,7 @@ def test_setting_a_store_aside(path: Path) -> None:
     assert set_aside(path) == 0
     assert not path.exists()
     store = SqliteStore(path)
-    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, ((0, 0),)), b"{}", False)])])
+    store.commit([added(0)])
     store.close()
     assert set_aside(path) == 1
     moved = SqliteStore(path.with_suffix(".previous.db"))
@@ -396,7 +399,7 @@ def test_setting_a_store_aside(path: Path) -> None:
 @pytest.mark.parametrize("version", [1, FORMAT - 1, FORMAT + 1])
 def test_a_store_of_another_format_is_refused_and_left_alone(path: Path, version: int) -> None:
     store = SqliteStore(path)
-    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, WEIGHTS), b"{}", False)])])
+    store.commit([added(0)])
     store.close()
     with closing(sqlite3.connect(path)) as other:
         other.execute(f"PRAGMA user_version = {version}")
@@ -415,7 +418,8 @@ def test_a_store_of_another_format_is_refused_and_left_alone(path: Path, version
 
 def test_evaluations_are_kept_within_so_many_bytes() -> None:
     """All that is kept may be asked for at once, and names of metrics may be long."""
-    kept = Evaluations()
+    changes = Changes()
+    kept = Evaluations(changes)
     metrics = {f"{n:0256}": 0.5 for n in range(256)}
     size = len(orjson.dumps(metrics))
     for _ in range(2 * MAX_BYTES // size):
@@ -423,10 +427,10 @@ def test_evaluations_are_kept_within_so_many_bytes() -> None:
     told = orjson.dumps([known.to_json() for known in kept.after(0)])
     assert MAX_BYTES - 2 * size < len(told) <= MAX_BYTES + MAX_KEPT
     assert kept.after(0)[-1].id == kept.next_id - 1, "the oldest are forgotten first"
-    added, removed = kept.take_changed()
-    assert removed == [known.id for known in added if known.id < kept.after(0)[0].id]
-    again = Evaluations()
-    again.restore(added, kept.next_id)
+    written = stored(changes.take()).of("evaluation")
+    assert list(written) == [known.id for known in kept.after(0)]
+    again = Evaluations(Changes())
+    again.restore((Evaluation(**record) for record in written.values()), kept.next_id)
     assert again.after(0) == kept.after(0)
     kept.clear()
     kept.add(1.5, None, "task", 3, metrics)

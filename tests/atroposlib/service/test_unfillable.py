@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from atroposlib.service.pending_groups import MAX_SIZES, REASON, fillable_sizes
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import NOBODY, BatchTooSmallError, Limits, QueueFullError
-from atroposlib.service.store import Snapshot
+from atroposlib.service.records import NOBODY, BatchTooSmallError, Limits, QueueFullError, Snapshot
 from tests.atroposlib.service.test_queue import draft, env, registration, started, take
+from tests.atroposlib.service.trainers import stored
 
 SIZES = st.integers(1, 9)
 
@@ -155,16 +155,18 @@ def test_a_reserved_share_is_not_waited_for_if_only_unfillable_groups_come() -> 
 def test_a_restart_remembers_which_sizes_may_still_come() -> None:
     queue = started(8)
     fours = env(queue, 4)
+    before = queue.take_changes()
     for size in (3, 1, 3):
         post(queue, draft(size, fours))
-    changes = queue.take_changes()
-    left = list(queue.buffers[fours])
-    snapshot = Snapshot(changes.state or {}, changes.environments, buffered=left)
+    snapshot = stored(before, queue.take_changes())
+    groups = snapshot.records["group"]
+    snapshot.records["group"] = {queue.buffers[fours][0].seq: groups[2]}
     again = RolloutQueue(None, snapshot)
     assert [group.size for group in again.buffers[fours]] == [3]
     assert not again.unfillable().lines(), "a group of 1 may come again"
+    state = snapshot.of("state")[0]
     forgetful = RolloutQueue(
-        None, Snapshot({**snapshot.state, "sizes_posted": []}, changes.environments, buffered=left)
+        None, Snapshot(snapshot.records | {"state": {0: state | {"sizes_posted": []}}})
     )
     assert forgetful.unfillable().lines() == [fours]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from atroposlib.wire import (
     effective_version,
     oldest,
 )
+from tests.atroposlib.service.trainers import stored
 
 from .test_queue import registration
 
@@ -197,6 +199,5 @@ def test_lives_are_kept() -> None:
     queue = resumed()
     post(queue, (100, 17))
     changes = queue.take_changes()
-    assert changes.state is not None
-    assert changes.state["lives"] == [[100, 0], [200, 10]]
-    assert changes.added[0][0] == Group(0, -1, 4, 10, 2, ((100, 17),), True, 9)
+    assert orjson.loads(changes.records["state", 0])["lives"] == [[100, 0], [200, 10]]
+    assert stored(changes).groups() == [Group(0, -1, 4, 10, 2, ((100, 17),), True, 9)]

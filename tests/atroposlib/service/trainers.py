@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
+from atroposlib.service.records import Changes, Snapshot
 from atroposlib.service.schemas import Registration
+
+
+def stored(*together: Changes) -> Snapshot:
+    """Return what a store holds after these changes."""
+    snapshot = Snapshot()
+    for changes in together:
+        for (kind, id), record in changes.records.items():
+            records = snapshot.records.setdefault(kind, {})
+            records.pop(id, None)
+            if record is not None:
+                records[id] = orjson.loads(record)
+    return snapshot
 
 
 def registered(

@@ -139,7 +139,7 @@ class Failing:
         """Report if the groups that the service has accepted are in its store."""
         accepted = self.posted + len(numbers(self.settings.folder / "accepted-environment-1"))
         with closing(sqlite3.connect(self.settings.folder / "rollouts.db")) as store:
-            (kept,) = store.execute("SELECT count(*) FROM groups").fetchone()
+            (kept,) = store.execute("SELECT count(*) FROM bodies").fetchone()
         return self.posted and int(kept) >= accepted
 
 
