@@ -5,12 +5,20 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_patching.batch_invariant.flash_attention import OLDEST_CAPABILITY, flash_attention_version
 from vllm_patching.batch_invariant.pages import PAGE
+from vllm_patching.batch_invariant.plan import PARTS
+from vllm_patching.batch_invariant.provenance import provenance_difference
 from vllm_patching.batch_invariant.settings import ENVIRONMENT
-from vllm_patching.compat.batch_invariant import graphs_without_compilation, pin_flash_attention
+from vllm_patching.compat.batch_invariant import (
+    enabled_passes,
+    gather_without_sums,
+    graphs_without_compilation,
+    pin_flash_attention,
+)
 from vllm_patching.compat.requests import check_requests
 from vllm_patching.protocol.messages import DeterministicWorker
 
@@ -22,7 +30,6 @@ WORKER = "vllm_patching.batch_invariant.worker.DeterministicWorker"
 SHARED_WORKER = "vllm_patching.batch_invariant.worker.DeterministicSharedWorker"
 
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "tensor_parallel_size": (1, "ranks sum o_proj and down_proj in an order that the trainer does not follow"),
     "pipeline_parallel_size": (1, "it was never tried"),
     "data_parallel_size": (1, "start one server for each replica instead"),
     "decode_context_parallel_size": (1, "it splits the sums of attention"),
@@ -37,6 +44,9 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "logits_processors": (None, "the trainer does not know them"),
 }  # fmt: skip
 """Flag -> the one value that is allowed, and why no other is."""
+
+_SUMMING_PASSES = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
+"""Compiler passes that sum over tensor-parallel ranks inside other operations."""
 
 _SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (1.0, 0.0),
@@ -94,6 +104,7 @@ def prepare_server(args: argparse.Namespace, shared: bool) -> None:
         )
     refuse_flags(args)
     _set_flags(args)
+    gather_without_sums(args)
     os.environ.update(ENVIRONMENT)
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
@@ -111,6 +122,16 @@ def refuse_flags(args: argparse.Namespace) -> None:
             raise DeterminismRefused(
                 f"--{name.replace('_', '-')} {value} cannot be combined with --deterministic: {why}"
             )
+    if args.tensor_parallel_size not in (None, *PARTS):
+        raise DeterminismRefused(
+            f"--tensor-parallel-size {args.tensor_parallel_size} cannot be combined with "
+            f"--deterministic: pass {', '.join(map(str, PARTS[:-1]))} or {PARTS[-1]}"
+        )
+    if passes := enabled_passes(args, _SUMMING_PASSES):
+        raise DeterminismRefused(
+            f"--compilation-config with {passes[0]} cannot be combined with --deterministic: it "
+            "sums over ranks in an order that the trainer does not follow; leave it out"
+        )
     if args.dtype not in ("auto", "bfloat16"):
         raise DeterminismRefused(
             f"--dtype {args.dtype} cannot be combined with --deterministic: pass --dtype bfloat16"
@@ -159,10 +180,38 @@ async def verify(engine: Any) -> dict[str, Any]:
         DeterminismRefused: an operation depends on the batch on this machine.
     """
     check = DeterministicWorker.lockstep_deterministic_check.__name__
-    report: dict[str, Any] = (await engine.collective_rpc(check, timeout=SELF_TEST_SECONDS))[0]
-    if failure := report.pop("failure"):
-        raise DeterminismRefused(
-            f"the self-test of deterministic mode failed, so nothing is served: {failure}"
-        )
+    report = joined_reports(await engine.collective_rpc(check, timeout=SELF_TEST_SECONDS))
     check_requests(engine, check_sampling)
     return report
+
+
+def joined_reports(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the report of a server: rank 0's, with the checks of all ranks and the longest time.
+
+    Args:
+        reports: of all ranks, by rank.
+
+    Raises:
+        DeterminismRefused: a rank's self-test failed, or the ranks do not run the same kernels.
+    """
+    for rank, report in enumerate(reports):
+        if report["failure"]:
+            where = f" on rank {rank} of {len(reports)}" if len(reports) > 1 else ""
+            raise DeterminismRefused(
+                f"the self-test of deterministic mode failed{where}, so nothing is served: "
+                f"{report['failure']}"
+            )
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        ours, theirs = (
+            {**one["provenance"], "rotary_table": one["rotary_table"]} for one in (first, report)
+        )
+        if difference := provenance_difference(ours, theirs):
+            raise DeterminismRefused(
+                f"rank 0 and rank {rank} of this server do not run the same kernels, so nothing is "
+                f"served: {difference}; give it GPUs of one kind"
+            )
+    joined = {name: value for name, value in first.items() if name != "failure"}
+    joined["checks"] = sum(report["checks"] for report in reports)
+    joined["seconds"] = max(report["seconds"] for report in reports)
+    return joined

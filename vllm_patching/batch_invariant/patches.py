@@ -6,18 +6,25 @@ built, in the worker.
     linear layers, output head: Triton                 cuBLASLt without split-K
     logprobs: one block per row, or (V2) over bf16     chunks over the whole GPU
     softmax of the sampler: torch's sum, by row count  exp(log_softmax)
+    all-reduce over tensor-parallel ranks: NCCL        gather, then add in the ranks' order
 
 RoPE, silu_and_mul and attention stay vLLM's, and the trainer calls those.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vllm_patching.batch_invariant import ops
-from vllm_patching.compat.batch_invariant import replace_batch_invariant
+from vllm_patching.batch_invariant.settings import nccl_variables, restore_nccl
+from vllm_patching.compat.batch_invariant import (
+    gather_parts,
+    keep_nccl_variables,
+    replace_batch_invariant,
+)
 
 
 def apply_patches() -> list[str]:
@@ -29,9 +36,27 @@ def apply_patches() -> list[str]:
     Raises:
         UnsupportedVllm: one of them is not where the supported versions have it.
     """
+    keep_nccl_variables(_with_own_nccl)
     return replace_batch_invariant(
-        _rms_norm, _linear, ops.log_softmax, ops.token_logprobs, _softmax
+        _rms_norm, _linear, ops.log_softmax, ops.token_logprobs, _softmax, sum_over_ranks
     )
+
+
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    """Add x [..., width] of all tensor-parallel ranks in the order of the ranks; see SumPlan.
+
+    Nothing here waits for the GPU or keeps state, so a CUDA graph can hold it.
+    """
+    parts = gather_parts(x.reshape(-1, x.shape[-1]))
+    return ops.add_parts(parts).view(x.shape)
+
+
+def _with_own_nccl(change: Callable[[], Any]) -> Any:
+    variables = nccl_variables()
+    try:
+        return change()
+    finally:
+        restore_nccl(variables)
 
 
 def _rms_norm(

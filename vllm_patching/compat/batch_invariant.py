@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_patching.compat.versions import UnsupportedVllm, seam_missing, vllm_version
@@ -17,6 +19,7 @@ def replace_batch_invariant(
     log_softmax: Callable[..., Any],
     token_logprobs: Callable[..., Any],
     softmax: Callable[..., Any],
+    all_reduce: Callable[..., Any],
 ) -> list[str]:
     """Put functions in the place of those that vLLM's batch-invariant mode uses; call before a
     worker sets up its device.
@@ -27,6 +30,8 @@ def replace_batch_invariant(
         log_softmax: of logits in the model's dtype, float32, for the V1 model runner.
         token_logprobs: (logits, token ids [tokens, k]) -> [tokens, k], for the V2 model runner.
         softmax: (x, dim, widen), for aten::_softmax on the GPU.
+        all_reduce: (x) -> the sum over tensor-parallel ranks, behind row-parallel layers and the
+            embedding.
 
     Returns:
         what was replaced.
@@ -39,6 +44,8 @@ def replace_batch_invariant(
         (f"{layers}.layernorm", "", "rms_norm_batch_invariant", rms_norm),
         (f"{layers}.linear", "", "linear_batch_invariant", linear),
         (f"{layers}.vocab_parallel_embedding", "", "linear_batch_invariant", linear),
+        (f"{layers}.linear", "", "tensor_model_parallel_all_reduce", all_reduce),
+        (f"{layers}.vocab_parallel_embedding", "", "tensor_model_parallel_all_reduce", all_reduce),
         (mode, "", "softmax_batch_invariant", softmax),
         ("vllm.v1.sample.sampler", "Sampler", "compute_logprobs", staticmethod(log_softmax)),
         ("vllm.v1.worker.gpu.sample.logprob", "", "compute_token_logprobs", token_logprobs),
@@ -56,6 +63,82 @@ def replace_batch_invariant(
     for owner, name, replacement in found:
         setattr(owner, name, replacement)
     return [".".join(filter(None, place[:3])) for place in places]
+
+
+def keep_nccl_variables(kept: Callable[[Callable[[], Any]], Any]) -> None:
+    """Have vLLM's mode leave NCCL's variables as the user set them; call before a worker sets up
+    its device.
+
+    The mode pins them so that an all-reduce sums in one order. Deterministic mode has no
+    all-reduce. One channel would make gathering slow, and NCCL keeps the pinned protocol in every
+    group of the process, so that the bridge's other side would wait for ever.
+
+    Args:
+        kept: calls a function that changes the environment, and puts NCCL's variables back.
+
+    Raises:
+        UnsupportedVllm: the function that pins them is missing.
+    """
+    module = importlib.import_module(_mode_module())
+    pin = getattr(module, "override_envs_for_invariance", None)
+    if pin is None:
+        raise UnsupportedVllm(seam_missing(f"{_mode_module()}.override_envs_for_invariance"))
+
+    @functools.wraps(pin)
+    def override(*arguments: Any, **options: Any) -> Any:
+        return kept(functools.partial(pin, *arguments, **options))
+
+    module.override_envs_for_invariance = override  # type: ignore[attr-defined]
+
+
+def tensor_ranks() -> int:
+    """Return how many tensor-parallel ranks the server has, in a worker."""
+    count: int = _parallel_state().get_tensor_model_parallel_world_size()
+    return count
+
+
+def gather_parts(x: Any) -> Any:
+    """Return every tensor-parallel rank's x [...] in the order of the ranks: [ranks, ...].
+
+    Data is copied and nothing is summed. It runs on the current stream, so a CUDA graph can hold
+    it.
+    """
+    return _parallel_state().get_tp_group().all_gather(x.unsqueeze(0), dim=0)
+
+
+def _parallel_state() -> Any:
+    return importlib.import_module("vllm.distributed.parallel_state")
+
+
+def gather_without_sums(args: Any) -> None:
+    """Switch vLLM's own sums over ranks off, in place: flags and environment of a server that
+    gathers and adds.
+
+    Custom all-reduce and symmetric memory allocate memory that ranks share, through multicast
+    where the GPUs have it.
+    """
+    args.disable_custom_all_reduce = True
+    for name in _SUMMING_VARIABLES:
+        os.environ[name] = "0"
+
+
+_SUMMING_VARIABLES = (
+    "VLLM_ALLREDUCE_USE_SYMM_MEM",
+    "VLLM_ALLREDUCE_USE_FLASHINFER",
+    "VLLM_USE_NCCL_SYMM_MEM",
+)
+
+
+def enabled_passes(args: Any, names: Iterable[str]) -> list[str]:
+    """Return which compiler passes the user's --compilation-config switches on.
+
+    Args:
+        args: vLLM's parsed flags.
+        names: of passes, in any version.
+    """
+    config = getattr(args, "compilation_config", None)
+    passes = getattr(config, "pass_config", None)
+    return [name for name in names if getattr(passes, name, None) is True]
 
 
 def start_batch_invariance() -> bool:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from vllm_patching.batch_invariant.mode import (
     SHARED_WORKER,
     DeterminismRefused,
     check_sampling,
+    joined_reports,
     prepare_server,
     refuse_flags,
 )
+from vllm_patching.batch_invariant.plan import SumPlan
 from vllm_patching.batch_invariant.provenance import (
     OPERATIONS,
     provenance,
@@ -69,8 +72,22 @@ def flags(**changed: object) -> argparse.Namespace:
     ("changed", "why"),
     [
         (
-            {"tensor_parallel_size": 2},
-            "--tensor-parallel-size 2 cannot be combined with --deterministic: ranks sum o_proj",
+            {"tensor_parallel_size": 3},
+            "--tensor-parallel-size 3 cannot be combined with --deterministic: pass 1, 2, 4 or 8",
+        ),
+        ({"tensor_parallel_size": 16}, "--tensor-parallel-size 16 cannot"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        *(
+            (
+                {
+                    "tensor_parallel_size": 2,
+                    "compilation_config": SimpleNamespace(
+                        pass_config=SimpleNamespace(**{name: True})
+                    ),
+                },
+                f"--compilation-config with {name} cannot be combined with --deterministic: it sums",
+            )
+            for name in ("fuse_allreduce_rms", "enable_sp")
         ),
         ({"enable_lora": True}, "adapters have no counterpart in the trainer; leave it out"),
         ({"data_parallel_size": 2}, "start one server for each replica instead"),
@@ -90,6 +107,8 @@ def test_a_flag_that_changes_the_bits_is_refused(changed: dict[str, object], why
 
 
 def test_flags_without_influence_are_accepted() -> None:
+    unset = SimpleNamespace(pass_config=SimpleNamespace(fuse_allreduce_rms=None, enable_sp=False))
+    refuse_flags(flags(tensor_parallel_size=8, compilation_config=unset))
     refuse_flags(
         flags(dtype="bfloat16", block_size=16, speculative_config=None, logits_processors=[])
     )
@@ -185,10 +204,16 @@ def test_the_self_test_decides_on_every_gpu_since_ampere(
     for name in (*ENVIRONMENT, "VLLM_BATCH_INVARIANT", "VLLM_USE_FLASHINFER_SAMPLER"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr("vllm.platforms.current_platform", Platform(*gpu))
-    args = flags(attention_config=SimpleNamespace(flash_attn_version=None))
+    summing = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_USE_NCCL_SYMM_MEM")
+    for name in (*summing, "VLLM_ALLREDUCE_USE_FLASHINFER"):
+        monkeypatch.setenv(name, "1")
+    attention = SimpleNamespace(flash_attn_version=None)
+    args = flags(attention_config=attention, tensor_parallel_size=2)
     prepare_server(args, shared=True)
     assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
     assert args.worker_extension_cls == SHARED_WORKER
+    assert args.disable_custom_all_reduce
+    assert [os.environ[name] for name in summing] == ["0", "0"]
     assert args.attention_config.flash_attn_version == version, "Hopper's own choice is 3 already"
     assert ("on Some GPU the self-test decides" in caplog.text) is (version is not None)
     assert flash_attention_version(gpu[0]) == (version or 3)
@@ -237,6 +262,35 @@ def test_provenance_names_every_operation_and_the_first_that_differs() -> None:
     assert provenance_difference(ours, {k: v for k, v in ours.items() if k != "torch"}).endswith(
         "'missing' there"
     )
+
+
+def rank_report(parts: int = 2, **changed: Any) -> dict[str, Any]:
+    report = {"provenance": provenance(SumPlan(parts)), "rotary_table": "ab", "checks": 5}
+    return {**report, "failure": "", "seconds": 2.0, **changed}
+
+
+def test_every_rank_of_a_server_is_in_its_report() -> None:
+    joined = joined_reports([rank_report(), rank_report(checks=6, seconds=3.0)])
+    assert joined == {
+        "provenance": provenance(SumPlan(2)), "rotary_table": "ab", "checks": 11, "seconds": 3.0
+    }  # fmt: skip
+    assert joined_reports([rank_report(1)])["checks"] == 5
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (rank_report(failure="o_proj depends"), "failed on rank 1 of 2, so nothing is served: o_p"),
+        (
+            rank_report(rotary_table="cd"),
+            "rank 0 and rank 1 of this server .* rotary_table: 'ab' here",
+        ),
+        (rank_report(4), "sum_plan: 'parts=2' here, 'parts=4' there; give it GPUs of one kind"),
+    ],
+)
+def test_a_server_whose_ranks_differ_does_not_serve(second: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeterminismRefused, match=message):
+        joined_reports([rank_report(), second])
 
 
 def test_tables_differ_by_a_bit_or_a_shape() -> None:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.nightly
 
 PATCHES = """
+import os
 import torch
 from vllm_patching.batch_invariant.patches import apply_patches
 names = apply_patches()
@@ -27,8 +28,69 @@ assert torch.equal(layernorm.rms_norm_batch_invariant(x, w, 1e-6), ops.rms_norm(
 y, total = layernorm.rms_norm_batch_invariant(x, w, 1e-6, residual=x)
 assert torch.equal(total, x + x)
 assert torch.equal(linear.linear_batch_invariant(x, w.view(1, 16)), ops.linear(x, w.view(1, 16)))
+os.environ.update(NCCL_PROTO="LL", VLLM_BATCH_INVARIANT="1")
+from vllm_patching.compat.batch_invariant import start_batch_invariance
+assert start_batch_invariance()
+nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+assert nccl == {"NCCL_PROTO": "LL"}, nccl
 print("REPLACED", len(names))
 """
+RANKS = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from vllm_patching.batch_invariant.patches import apply_patches
+apply_patches()
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm_patching.batch_invariant import ops
+from vllm_patching.compat.batch_invariant import tensor_ranks
+
+rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+os.environ["VLLM_DIST_IDENT"] = f"rank{rank}"  # unequal ones: vLLM then takes Gloo, no shared memory
+torch.set_default_dtype(torch.bfloat16)
+with set_current_vllm_config(VllmConfig()):
+    init_distributed_environment(size, rank, "file://" + store, rank, "gloo")
+    initialize_model_parallel(size)
+    layer = RowParallelLinear(64, 24, bias=True, return_bias=False)
+    table = VocabParallelEmbedding(100, 24)
+assert tensor_ranks() == size
+
+class Linear:
+    def apply(self, layer, x, bias=None):
+        from vllm.model_executor.layers import linear
+        return linear.linear_batch_invariant(x, layer.weight, bias)
+
+    def embedding(self, layer, ids):
+        return torch.nn.functional.embedding(ids, layer.weight)
+
+layer.quant_method = table.quant_method = Linear()  # as vLLM's on a GPU in its mode
+torch.manual_seed(0)
+x, weight, bias, rows = (torch.randn(*shape) for shape in ((9, 64), (24, 64), (24,), (100, 24)))
+rows[3] = -0.0
+wide = 64 // size
+with torch.no_grad():
+    layer.weight.copy_(weight[:, rank * wide : (rank + 1) * wide])
+    layer.bias.copy_(bias)
+    table.weight.zero_()
+    indices = table.shard_indices
+    mine = slice(indices.org_vocab_start_index, indices.org_vocab_end_index)
+    table.weight[: mine.stop - mine.start].copy_(rows[mine])
+    columns = x[:, rank * wide : (rank + 1) * wide].contiguous()
+    summed = layer(columns)
+    assert torch.equal(summed, ops.row_linear(x, weight, size, bias))
+    assert size == 1 or not torch.equal(summed, ops.linear(x, weight, bias))
+    assert torch.equal(layer(columns[4:5])[0], summed[4])
+    looked_up = table(torch.arange(100))
+    assert torch.equal(looked_up, rows)
+    assert size == 1 or not looked_up[3].signbit().any()
+dist.barrier()
+print("RANK", rank, "SUMS IN ORDER")
+"""
+"""A row-parallel layer and an embedding of vLLM, on each of several ranks."""
 
 
 ENTERING = """
@@ -54,7 +116,7 @@ def test_a_process_enters_vllms_mode_with_our_functions(tmp_path: Path) -> None:
             [sys.executable, "-c", ENTERING], log.fileno(), os.environ, ROOT, "vllm"
         )
     status, said = entering.wait(120), (tmp_path / "log").read_text()
-    assert (status, "REPLACED 6" in said) == (0, True), said[-2000:]
+    assert (status, "REPLACED 8" in said) == (0, True), said[-2000:]
 
 
 def test_vllm_calls_our_functions_after_patching(tmp_path: Path) -> None:
@@ -63,4 +125,19 @@ def test_vllm_calls_our_functions_after_patching(tmp_path: Path) -> None:
             [sys.executable, "-c", PATCHES], log.fileno(), os.environ, ROOT, "vllm"
         )
     status, said = patching.wait(120), (tmp_path / "log").read_text()
-    assert (status, "REPLACED 6" in said) == (0, True), said[-2000:]
+    assert (status, "REPLACED 8" in said) == (0, True), said[-2000:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_vllms_layers_sum_in_the_order_of_the_ranks(size: int, tmp_path: Path) -> None:
+    """The bias is the first rank's, and a rank's rows of the embedding are whole."""
+    logs = [tmp_path / f"rank-{rank}" for rank in range(size)]
+    ranks = []
+    for rank, path in enumerate(logs):
+        command = [sys.executable, "-c", RANKS, str(rank), str(size), str(tmp_path / "store")]
+        with path.open("wb") as log:
+            ranks.append(start_unguarded(command, log.fileno(), os.environ, ROOT, "vllm"))
+    statuses = [process.wait(180) for process in ranks]
+    outputs = [path.read_text() for path in logs]
+    assert statuses == [0] * size, "\n".join(output[-1500:] for output in outputs)
+    assert all("SUMS IN ORDER" in output for output in outputs)
