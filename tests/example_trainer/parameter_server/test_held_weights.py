@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from example_trainer.parameter_server.receiving import ReceivingServer
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.broadcast import require_fresh_enough
 from tests.fleet_server import CONFIG
+from tests.geometries import config_of
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.server.access import Door
 from vllm_patching.weights.families import Geometry
@@ -27,14 +29,13 @@ from vllm_patching.weights.families import Geometry
 CPU = torch.device("cpu")
 
 
-def test_the_shards_of_a_parameter_are_the_rows_that_the_senders_expect() -> None:
+@pytest.mark.parametrize("config", [CONFIG, config_of("Qwen3Moe", 1, 8, 6, 4, 2, 2, 70)])
+def test_the_shards_of_a_parameter_are_the_rows_that_the_senders_expect(
+    config: dict[str, Any],
+) -> None:
     for size in (1, 2, 3, 5, 16):
-        manifests = [
-            held_manifest(
-                Geometry.from_config(CONFIG), torch.float32, torch.device("cpu"), rank, size
-            )
-            for rank in range(size)
-        ]
+        geometry = Geometry.from_config(config)
+        manifests = [held_manifest(geometry, torch.float32, CPU, r, size) for r in range(size)]
         for entries in zip(*(manifest.entries for manifest in manifests), strict=True):
             full = torch.arange(entries[0].shard.full_shape[0])
             held = [

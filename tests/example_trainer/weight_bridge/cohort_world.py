@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -29,10 +30,13 @@ from vllm_patching.weights.sharding import plan_shards
 from vllm_patching.worker.receiving import CohortPlace, UpdaterStatus, WeightUpdater
 
 GEOMETRY = Geometry(
-    architecture="Qwen3ForCausalLM", vocab_size=97, hidden_size=40, intermediate_size=36, num_layers=2, num_heads=4,
+    architecture="Qwen3MoeForCausalLM", vocab_size=97, hidden_size=40, intermediate_size=36, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=12, max_positions=64, rms_norm_eps=1e-6, rope_theta=1e4, qkv_bias=False, o_bias=False,
     mlp_bias=False, qk_norm=True, tie_word_embeddings=False,
+    num_experts=5, experts_per_token=2, moe_intermediate_size=12, dense_layers=frozenset({0}),
 )  # fmt: skip
+"""One layer is dense, and one has experts."""
+DENSE = replace(GEOMETRY, architecture="Qwen3ForCausalLM", num_experts=0, dense_layers=frozenset())
 BUCKET_BYTES = 3000
 """So that one matrix is several buckets."""
 SECONDS = 60.0

@@ -25,7 +25,7 @@ from example_trainer.weight_bridge import broadcast
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.stream import Cohort, WeightStream
-from tests.example_trainer.weight_bridge.cohort_world import BUCKET_BYTES, GEOMETRY, SECONDS
+from tests.example_trainer.weight_bridge.cohort_world import BUCKET_BYTES, DENSE, SECONDS
 from vllm_patching.transport.lane import Lane
 
 PATIENCE, TIMEOUT = 3.0, 5.0
@@ -94,7 +94,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     with join_ranks(SECONDS, device) as ranks:
-        model = sharded_decoder(GEOMETRY, torch.float32, device, ranks.world_size)
+        model = sharded_decoder(DENSE, torch.float32, device, ranks.world_size)
         for number, transfer in enumerate(("direct", "overlapped")):
             train(ranks, model, transfer, 5 + number)
             wait_for(Path(sys.argv[1]) / f"{transfer} was seen")

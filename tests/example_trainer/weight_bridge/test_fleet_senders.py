@@ -20,7 +20,7 @@ import torch
 from example_trainer.child_processes.guard import parents
 from example_trainer.errors import BridgeError
 from tests.conftest import ROOT, Processes
-from tests.example_trainer.weight_bridge.cohort_world import BUCKET_BYTES, GEOMETRY
+from tests.example_trainer.weight_bridge.cohort_world import BUCKET_BYTES, DENSE
 from tests.fleet_trainer import training
 from tests.geometries import config_of
 from tests.light_servers import SOON, Devices, LightServer, Starter, bring_back, sound, until
@@ -166,7 +166,7 @@ def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_ag
     """Two ranks, FSDP2; one is stopped until the servers have given its update up: see
     late_rank.py.
     """
-    g = GEOMETRY
+    g = DENSE
     config = config_of(
         "Qwen3", g.num_layers, g.hidden_size, g.intermediate_size, g.num_heads,
         g.num_kv_heads, g.head_dim, g.vocab_size, tie_word_embeddings=g.tie_word_embeddings,

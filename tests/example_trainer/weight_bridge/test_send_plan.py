@@ -30,6 +30,7 @@ from vllm_patching.weights.regions import Region
 from vllm_patching.weights.sharding import LearnedShard, SourceSlice, plan_shards
 
 TINY = geometry_of("Qwen3", 2, 16, 32, 8, 4, 2, 70)
+MIXTURE = geometry_of("Qwen3Moe", 2, 16, 32, 8, 4, 2, 70, num_experts=5, mlp_only_layers=[0])
 QWEN_14B = geometry_of("Qwen3", 40, 5120, 17408, 40, 8, 128, 151936)
 
 
@@ -85,6 +86,7 @@ def test_every_rank_sends_and_every_bucket_is_sent_once(
 
 @settings(max_examples=60, deadline=None)
 @given(
+    geometry=st.sampled_from([TINY, MIXTURE]),
     world_size=st.integers(1, 7),
     tp_size=st.sampled_from([1, 2, 4]),
     limit=st.sampled_from([64, 500, 4096]),
@@ -92,9 +94,14 @@ def test_every_rank_sends_and_every_bucket_is_sent_once(
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_every_row_comes_from_the_rank_that_holds_it(
-    world_size: int, tp_size: int, limit: int, handed: int, dtype: torch.dtype
+    geometry: Geometry,
+    world_size: int,
+    tp_size: int,
+    limit: int,
+    handed: int,
+    dtype: torch.dtype,
 ) -> None:
-    cuts = Cuts.of(manifests(TINY, tp_size), limit)
+    cuts = Cuts.of(manifests(geometry, tp_size), limit)
     plan = SendPlan(world_size, tp_size)
     covered: Counter[tuple[int, int, int]] = Counter()
     for steps in steps_of(plan, cuts, dtype, handed):
