@@ -173,6 +173,12 @@ class MixtureOptions(Section):
         allow_inf_nan=False,
         description="weight of the z-loss of each layer's router (ST-MoE)",
     )
+    expert_parallel: int = Field(
+        1,
+        ge=1,
+        description="ranks of this trainer that share the experts of a layer, and send tokens to them; 1: FSDP2 gathers the "
+        "experts instead",
+    )
 
 
 class OptimizerOptions(Section):
@@ -826,6 +832,12 @@ class TrainerConfig(
             f"{one_copy} and --ppo-epochs {self.ppo_epochs} with --minibatches {self.minibatches} exclude each other: "
             "between the updates of a batch the trainer's parameters change, and vLLM would sample from them; give "
             "--use-shared-memory (broadcast), or one of each",
+        )
+        yield (
+            self.single_copy and self.expert_parallel > 1,
+            f"{one_copy} and --expert-parallel {self.expert_parallel} exclude each other: the ranks of a single copy split "
+            "each expert's inner width as vLLM's ranks do; give --use-shared-memory (broadcast), or leave "
+            "--expert-parallel out",
         )
         yield (
             self.lora is not None and bool(self.lora_dropout) and self.several_updates,

@@ -25,12 +25,17 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.ops import choose_operations
 from example_trainer.models.shards import PassGradients, Shards, Sums, add_in_order, sum_in_order
 from example_trainer.models.transformers_layout import TransformersGeometry
+from example_trainer.parallel.experts import expert_mesh, spread_experts
 from vllm_patching.weights.families import Geometry, parameters
 
 
 class FsdpShards(Shards):
     """Rows of each parameter in equal chunks, the last ones shorter or empty, as `torch.chunk` cuts
     them.
+
+    Attributes:
+        divided: names of parameters of which the model's own have a part of the whole's rows, and
+            the number of parts.
     """
 
     spread = True
@@ -40,6 +45,7 @@ class FsdpShards(Shards):
         self._mesh = mesh
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
         self._whole_shapes: dict[str, tuple[int, ...]] = {}
+        self.divided: tuple[Collection[str], int] = ((), 1)
 
     def sums(self, model: nn.Module) -> Sums:
         return PassGradients()
@@ -49,7 +55,11 @@ class FsdpShards(Shards):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
-        self._whole_shapes[name] = tuple(parameter.shape)
+        names, parts = self.divided
+        shape = tuple(parameter.shape)
+        if name in names:
+            shape = (parts * shape[0], *shape[1:])
+        self._whole_shapes[name] = shape
         return self._whole_shapes[name]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -104,6 +114,7 @@ def sharded_decoder(
     world_size: int,
     trained: bool = True,
     deterministic: bool = False,
+    expert_parallel: int = 1,
 ) -> Decoder:
     """A decoder with this rank's shards alone, uninitialised. Collective.
 
@@ -112,6 +123,8 @@ def sharded_decoder(
         trained: the parameters are float32 masters. A frozen model has them in `dtype`.
         deterministic: the forward pass has the bits of one process, and gradients are added in the
             order of the ranks.
+        expert_parallel: ranks that share a layer's experts and send each other tokens; see
+            `require_expert_parallel`.
 
     Raises:
         ModelError: a part of the model has no such operations.
@@ -129,7 +142,11 @@ def sharded_decoder(
         return whole
     model = Decoder(geometry, held, "meta", ops=ops)
     alone = None if geometry.tie_word_embeddings else model.model.embed_tokens
-    _shard(model, model.model.layers, mesh, dtype, alone=alone)
+    replicas = None
+    if expert_parallel > 1:
+        table = expert_mesh(device, world_size, expert_parallel)
+        replicas = spread_experts(model, table), table["replicas"]
+    _shard(model, model.model.layers, mesh, dtype, alone=alone, replicas=replicas)
     if deterministic:
         for module in _units(model):
             module.set_custom_reduce_scatter(cast(Any, OrderedReduceScatter()))
@@ -177,17 +194,26 @@ def _shard(
     dtype: torch.dtype,
     whole: Collection[nn.Parameter] = (),
     alone: nn.Module | None = None,
+    replicas: tuple[Sequence[nn.Module], DeviceMesh] | None = None,
 ) -> None:
     """Spread a model's parameters: each layer is a unit of FSDP2, and the rest is another.
 
     Args:
         whole: parameters that each rank holds whole.
         alone: a module that is whole in the forward pass alone, and is reduced by itself.
+        replicas: modules that hold a part of each parameter already, and the ranks that hold the
+            same part and share it.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
+    model.shards = shards = FsdpShards(mesh)
+    if replicas is not None:
+        modules, ranks = replicas
+        for held in modules:
+            fully_shard(held, mesh=ranks, mp_policy=policy)
+        shards.divided = _names(model, modules), mesh.size() // ranks.size()
     for layer in layers:
         shard(layer)
     if alone is not None:
@@ -196,9 +222,14 @@ def _shard(
     for module in _units(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    model.shards = shards = FsdpShards(mesh)
     for name, parameter in model.named_parameters():
         shards.whole_shape(name, parameter)
+
+
+def _names(model: nn.Module, modules: Sequence[nn.Module]) -> frozenset[str]:
+    """The names of the modules' parameters in the model."""
+    own = {id(parameter) for module in modules for parameter in module.parameters()}
+    return frozenset(name for name, one in model.named_parameters() if id(one) in own)
 
 
 def _keep_whole(

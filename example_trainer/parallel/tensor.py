@@ -37,11 +37,6 @@ class TensorParallelShards(Shards):
     spread = True
 
     def __init__(self, geometry: Geometry, split: Split) -> None:
-        if geometry.num_experts and split.size > 1:
-            raise ModelError(
-                f"{split.size} tensor-parallel trainer ranks cannot split "
-                f"{geometry.num_experts} experts: start one trainer rank, or leave out --single-copy"
-            )
         try:
             plans = [plan_shards(geometry, rank, split.size) for rank in range(split.size)]
         except UnsupportedModel as error:

@@ -74,7 +74,7 @@ def make_trainer(
     start = choose_start(config, stop, ranks)
     if start is None:
         return None
-    config = fitted_to_model(config)
+    config = fitted_to_model(config, ranks.world_size)
     bridge = make_bridge(config, stop, ranks, weight_epoch=start.run.epoch, device=device)
     stack.callback(bridge.close)
     dtype, plan = agreed_arithmetic(config, bridge, ranks, device, stop)

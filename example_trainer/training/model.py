@@ -25,6 +25,7 @@ from example_trainer.models.lora.layers import BaseModel, attach_adapters
 from example_trainer.models.lora.peft_format import check_same_adapter
 from example_trainer.models.router import RouterLosses
 from example_trainer.out_of_memory import ran_out_of_memory
+from example_trainer.parallel.experts import require_expert_parallel
 from example_trainer.parallel.launch import place_of
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.parallel.tensor import split_decoder
@@ -159,9 +160,12 @@ def _name(dtype: torch.dtype) -> str:
 DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
 
 
-def fitted_to_model(config: TrainerConfig) -> TrainerConfig:
+def fitted_to_model(config: TrainerConfig, ranks: int = 1) -> TrainerConfig:
     """Return the options as the model allows them: one of the second tier, which transformers
     computes, shares no prefixes. Log its tier.
+
+    Args:
+        ranks: of the trainer.
 
     Raises:
         ConfigError: an option needs a decoder of the first tier.
@@ -169,6 +173,7 @@ def fitted_to_model(config: TrainerConfig) -> TrainerConfig:
     """
     geometry = read_geometry(find_checkpoint(config.model_name))[0]
     _require_experts(config, geometry)
+    require_expert_parallel(config.expert_parallel, ranks, geometry)
     if geometry.architecture in FAMILIES:
         return config
     needs = {
@@ -240,6 +245,7 @@ def _rank_maker(config: TrainerConfig, ranks: Ranks, trained: bool) -> DecoderMa
         world_size=ranks.world_size,
         trained=trained,
         deterministic=config.deterministic,
+        expert_parallel=config.expert_parallel,
     )
 
 

@@ -114,7 +114,8 @@ def plan_ranks(
         and not config.use_shared_memory
         and len(config.vllm_addresses) == 1
     )
-    if config.single_copy or (several and chooses and not config.several_updates):
+    keeps_choice = config.several_updates or config.expert_parallel > 1
+    if config.single_copy or (several and chooses and not keeps_choice):
         return _beside_server(config, gpus, stop)
     return _spread(config, gpus, ())
 

@@ -56,6 +56,10 @@ REFUSED = {
     "--weight-bridge-mode shared_vllm --single-copy --use-shared-memory": (
         "--use-shared-memory and --single-copy exclude each other"
     ),
+    "--weight-bridge-mode shared_vllm --single-copy --expert-parallel 2": (
+        "--single-copy and --expert-parallel 2 exclude each other: the ranks of a single copy "
+        "split each expert's inner width"
+    ),
     "--weight-bridge-mode shared_vllm --single-copy --ppo-epochs 2": (
         "--single-copy and --ppo-epochs 2 with --minibatches 1 exclude each other: between "
         "the updates"

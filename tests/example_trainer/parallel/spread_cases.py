@@ -13,9 +13,11 @@ from example_trainer.batch.groups import parse_batch
 from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, Geometry
+from example_trainer.models.router import RouterLosses
 from example_trainer.process import StopSignal
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.step import guarded_step, make_objective
+from tests.geometries import geometry_of
 
 STEPS = 3
 SEQ_LEN = 48
@@ -23,11 +25,18 @@ TOKENS = 90
 """In a bin; a few sequences, so that there are several bins and ranks get different ones."""
 
 
+MIXTURE = 11
+"""The number of the case that is a mixture of experts."""
+
+
 def make_geometry(seed: int) -> Geometry:
-    """A small Qwen3, Qwen2 or Llama, by turns, of random sizes that two ranks can share: few and
-    many key/value heads, odd vocabularies (one so small that the second rank has padding only),
-    biases, tied and untied.
+    """A small Qwen3-MoE as case MIXTURE; else a small Qwen3, Qwen2 or Llama, by turns, of random
+    sizes that two ranks can share: few and many key/value heads, odd vocabularies (one so small that
+    the second rank has padding only), biases, tied and untied.
     """
+    if seed == MIXTURE:
+        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        return geometry_of("Qwen3Moe", 2, 32, 20, 4, 2, 8, 61, **sizes)
     rng = random.Random(seed)
     architecture = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")[seed % 3]
     heads = rng.choice([2, 4])
@@ -105,6 +114,8 @@ def make_config(seed: int) -> TrainerConfig:
         minibatches=2 if seed % 3 == 0 else 1,
         correction="sequence_truncate" if seed % 2 else "token_truncate",
         entropy_coef=0.01 if seed % 4 == 3 else 0.0,
+        router_balance_coef=0.05,
+        router_z_coef=0.02,
         temperature=0.9,
         logprob_chunk=16,
     )
@@ -121,6 +132,10 @@ def make_optimizer(model: Decoder, config: TrainerConfig) -> MasterAdamW:
         shards=model.shards,
     )
     model.arithmetic.sums = optimizer.sums
+    if model.arithmetic.routers is not None:
+        model.arithmetic.routers.losses = RouterLosses(
+            config.router_balance_coef, config.router_z_coef
+        )
     return optimizer
 
 

@@ -1,7 +1,7 @@
 """Started by test_spread_training.py: train made-up models spread over the ranks, and write the
 whole results.
 
-python -m tests.forked_ranks spread_worker.py KIND FOLDER SEED…      KIND: fsdp or tensor_parallel
+python -m tests.forked_ranks spread_worker.py KIND FOLDER SEED…      KIND: fsdp, tensor_parallel or expert_parallel
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from tests.example_trainer.parallel.spread_cases import (
 
 
 def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
-    if kind == "fsdp":
-        make = partial(sharded_decoder, world_size=ranks.world_size)
-    else:
+    make = partial(sharded_decoder, world_size=ranks.world_size)
+    if kind == "expert_parallel":
+        make = partial(make, expert_parallel=ranks.world_size)
+    if kind == "tensor_parallel":
         make = partial(
             split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD
         )
@@ -52,7 +53,9 @@ def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
     if isinstance(model.shards, TensorParallelShards):
         check_head(model)
     optimizer = make_optimizer(model, config)
-    place = (ranks.rank, ranks.world_size) if kind == "fsdp" else (0, 1)
+    place = (ranks.rank, ranks.world_size)
+    if kind == "tensor_parallel":
+        place = (0, 1)
     figures = take_steps(model, optimizer, reference, config, seed, *place)
     state = whole_state(optimizer)
     again = make_optimizer(model, config)

@@ -1,4 +1,4 @@
-"""Spread over two ranks, by FSDP2 or as vLLM splits layers, a model is trained exactly as in one
+"""Spread over two ranks, by FSDP2, as vLLM splits layers or by experts, a model is trained exactly as in one
 process.
 """
 
@@ -17,6 +17,7 @@ from example_trainer.models import load_model, save_model
 from example_trainer.models.hf_checkpoint import read_geometry
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.parallel.spread_cases import (
+    MIXTURE,
     make_config,
     make_geometry,
     make_optimizer,
@@ -28,15 +29,24 @@ from tests.example_trainer.parallel.spread_cases import (
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 HERE = Path(__file__).resolve().parent
-SEEDS = (1, 2, 3, 5, 7, 8, 9)
+SEEDS = (1, 2, 3, 5, 7, 8, 9, MIXTURE)
 """Names in cases.make_geometry: together they have every kind of layer, shared and own key/value
 heads, tied and untied.
 """
+KINDS = {"fsdp": SEEDS, "tensor_parallel": SEEDS, "expert_parallel": (MIXTURE,)}
 
 
 def hugging_face_config(seed: int) -> dict[str, object]:
     g = make_geometry(seed)
-    return {
+    experts = {}
+    if g.num_experts:
+        experts = {
+            "num_experts": g.num_experts,
+            "num_experts_per_tok": g.experts_per_token,
+            "moe_intermediate_size": g.moe_intermediate_size,
+            "norm_topk_prob": g.norm_topk_prob,
+        }
+    return experts | {
         "architectures": [g.architecture],
         "vocab_size": g.vocab_size,
         "hidden_size": g.hidden_size,
@@ -93,7 +103,7 @@ def cases(folder: Path) -> dict[int, Case]:
     return results
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_as_one_process_does(
     kind: str, processes: Processes, folder: Path, cases: dict[int, Case]
 ) -> None:
@@ -104,12 +114,13 @@ def test_two_ranks_train_as_one_process_does(
         HERE / "spread_worker.py",
         kind,
         folder,
-        *map(str, SEEDS),
+        *map(str, KINDS[kind]),
     ]
     processes.finish(
         processes.start(kind, command, environment={"PYTHONPATH": str(ROOT)}), seconds=480
     )
-    for seed, case in cases.items():
+    for seed in KINDS[kind]:
+        case = cases[seed]
         for one, many in zip(
             case.figures, json.loads((folder / f"{kind}-{seed}.json").read_text()), strict=True
         ):

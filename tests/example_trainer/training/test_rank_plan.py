@@ -225,6 +225,12 @@ def test_several_updates_of_a_batch_are_broadcast(machine: Machine) -> None:
     assert machine.questions == 0
 
 
+def test_ranks_that_share_experts_are_no_single_copy(machine: Machine) -> None:
+    machine.gpus, machine.info = ("a", "b"), server_info(2, ("a", "b"))
+    assert machine.plan(**SHARED, expert_parallel=2).count == 2
+    assert machine.questions == 0
+
+
 def test_a_launched_rank_starts_none(machine: Machine) -> None:
     machine.gpus = ("a", "b")
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}

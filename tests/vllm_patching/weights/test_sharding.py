@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from example_trainer.errors import ModelError
 from example_trainer.models.shards import Split
 from example_trainer.parallel.tensor import TensorParallelShards
 from tests.geometries import geometry_of, windowless
@@ -164,7 +163,9 @@ def test_what_cannot_be_split_is_refused_by_name() -> None:
         plan_shards(geometry, 2, 2)
 
 
-def test_a_trainer_refuses_to_split_experts_over_tensor_parallel_ranks() -> None:
-    with pytest.raises(ModelError, match="2 tensor-parallel trainer ranks cannot split 6 experts"):
-        TensorParallelShards(mixture(), Split(0, 2, None))
-    assert TensorParallelShards(mixture(), Split(0, 1, None)).kinds
+def test_a_trainers_ranks_hold_experts_as_vllms_ranks_do() -> None:
+    """The inner width of each expert is split; each rank has the whole router."""
+    kinds = TensorParallelShards(mixture(), Split(1, 2, None)).kinds
+    own = {name.rpartition("mlp.")[2]: kind for name, kind in kinds.items() if ".mlp." in name}
+    assert own["experts.w13_weight"] == own["experts.w2_weight"] == "split"
+    assert own["gate.weight"] == "partial"

@@ -1,0 +1,289 @@
+"""Expert parallelism: each rank holds some experts of every layer, and tokens travel to them.
+
+Of N ranks, rank r holds the experts from r · E / N on. A layer sends each token's row to the ranks
+of its experts, and their outputs come back:
+
+    token ── its choices ──► rows ── all-to-all ──► experts ── all-to-all ──► outputs ──► weighted sum
+
+The rank of a token adds the outputs itself, in the order of the choices, by the kernel that one
+rank adds them with. An output does not depend on the rows beside it. So the result has the bits of
+one rank, whatever N is. The gradient of an expert is summed over its rows in the order of ranks and
+tokens.
+
+Where there are more trainer ranks than N, ranks that hold the same experts share them by FSDP2. A
+rank then keeps the same experts as without expert parallelism, and checkpoints, masters and weight
+updates are the same. Only the forward and the backward pass differ: FSDP2 gathers the other ranks'
+experts, and expert parallelism sends tokens instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from example_trainer.errors import ConfigError
+from example_trainer.models.decoder import Arithmetic, Decoder, Experts, Mixture
+from example_trainer.models.packing import Packing
+from example_trainer.models.shards import Total
+from vllm_patching.batch_invariant import ops as kernels
+from vllm_patching.weights.families import Geometry
+
+
+def require_expert_parallel(count: int, ranks: int, geometry: Geometry) -> None:
+    """Refuse a number of ranks that share the experts.
+
+    Args:
+        count: --expert-parallel.
+        ranks: of the trainer.
+
+    Raises:
+        ConfigError: names the numbers that would do.
+    """
+    if count == 1:
+        return
+    experts = geometry.num_experts
+    if not geometry.sparse_layers:
+        raise ConfigError(
+            f"--expert-parallel {count} spreads experts over ranks, and this model "
+            f"({geometry.architecture}) has none that this trainer computes: leave it out"
+        )
+    if experts % ranks:
+        fitting = [number for number in range(2, experts + 1) if experts % number == 0]
+        raise ConfigError(
+            f"--expert-parallel {count}: the {experts} experts of a layer cannot be divided among "
+            f"{ranks} trainer rank(s); start {_one_of(fitting)} ranks (--ranks), or leave it out"
+        )
+    if ranks % count:
+        fitting = [number for number in range(1, ranks + 1) if ranks % number == 0]
+        raise ConfigError(
+            f"--expert-parallel {count} does not divide the {ranks} trainer rank(s); give "
+            f"{_one_of(fitting)}"
+        )
+
+
+def _one_of(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    if not most:
+        return last
+    return f"{', '.join(most)} or {last}"
+
+
+def expert_mesh(device: torch.device, ranks: int, count: int) -> DeviceMesh:
+    """The ranks as a table: `experts` of them share the experts, `replicas` hold the same ones.
+
+    Replicas are neighbours, so a rank keeps the experts that FSDP2 gives it over all ranks.
+    Collective.
+    """
+    return init_device_mesh(
+        device.type, (count, ranks // count), mesh_dim_names=("experts", "replicas")
+    )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The ranks that share the experts of a layer.
+
+    Attributes:
+        group: of `size` ranks, this one among them.
+        experts: that each of them holds.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    experts: int
+
+    def row_counts(self, owners: Tensor) -> tuple[list[int], list[int]]:
+        """The rows that go to each rank, and that come from each. Waits for the device. Collective.
+
+        Args:
+            owners: [rows] int64, the rank that each row goes to.
+        """
+        sent = owners.bincount(minlength=self.size)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        numbers: list[list[int]] = torch.stack((sent, received)).tolist()
+        return numbers[0], numbers[1]
+
+
+class _Sent(torch.autograd.Function):
+    """Rows that other ranks sent; their gradients go back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.way_back = received, sent, group
+        return _send(rows, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _send(gradient, *ctx.way_back), None, None, None
+
+
+def _send(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+class _Rows(torch.autograd.Function):
+    """The row of each choice; the gradients of a token's rows are added in the order of its
+    choices.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = count
+        return x.index_select(0, order // count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        ones = torch.ones(
+            (len(places) // ctx.count, ctx.count), dtype=torch.float32, device=gradient.device
+        )
+        return kernels.weighted_sum(gradient, places, ones), None, None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Σ over the choices of weight · output, by the kernel of one rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, places, weights)
+        return kernels.weighted_sum(rows, places, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+        rows, places, weights = ctx.saved_tensors
+        wide = gradient.to(weights.dtype)
+        order = torch.empty_like(places)
+        order[places] = torch.arange(len(places), device=places.device)
+        count = weights.shape[1]
+        of_rows = wide.index_select(0, order // count)
+        slope = of_rows * weights.reshape(-1)[order, None]
+        products = (of_rows * rows.to(weights.dtype)).sum(-1)
+        return slope.to(rows.dtype), None, products[places].view_as(weights)
+
+
+class _NoRows(torch.autograd.Function):
+    """The outputs for no rows. The experts' gradients are zeros, which FSDP2 has to reduce."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, w13: Tensor, w2: Tensor, totals: tuple[Total | None, Total | None]
+    ) -> Tensor:
+        ctx.save_for_backward(w13, w2)
+        ctx.totals = totals
+        return rows.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        zeros: list[Tensor | None] = []
+        for weight, total, needed in zip(
+            ctx.saved_tensors, ctx.totals, ctx.needs_input_grad[1:3], strict=True
+        ):
+            if total is not None:
+                total()
+            zeros.append(torch.zeros_like(weight) if needed and total is None else None)
+        return gradient, *zeros, None
+
+
+class SpreadExperts(nn.Module):
+    """This rank's experts of a layer, which compute rows of all ranks of an exchange.
+
+    Args:
+        whole: the layer's experts, without values yet.
+    """
+
+    def __init__(self, whole: Experts, exchange: Exchange) -> None:
+        super().__init__()
+        self.arithmetic: Arithmetic = whole.arithmetic
+        self._exchange = exchange
+        self.w13_weight = nn.Parameter(whole.w13_weight.detach()[: exchange.experts].clone())
+        self.w2_weight = nn.Parameter(whole.w2_weight.detach()[: exchange.experts].clone())
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, packing: Packing) -> Tensor:
+        """Return the weighted sum of the chosen experts; see `Operations.experts`. Collective."""
+        exchange, count = self._exchange, chosen.shape[1]
+        flat = chosen.reshape(-1)
+        owners = flat // exchange.experts
+        # Sorted by rank alone: a rank gets rows in the order of the tokens, as one rank has them.
+        order = owners.sort(stable=True).indices
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        sent, received = exchange.row_counts(owners)
+        tags = _spans(packing)[order // count] * exchange.experts + flat[order] % exchange.experts
+        tags = _send(tags, sent, received, exchange.group)
+        rows: Tensor = _Rows.apply(x, order, places, count)
+        rows = _Sent.apply(rows, sent, received, exchange.group)
+        outputs = self._computed(rows, tags, received)
+        outputs = _Sent.apply(outputs, received, sent, exchange.group)
+        summed: Tensor = _WeightedSum.apply(outputs, places, weights)
+        return summed
+
+    def _computed(self, rows: Tensor, tags: Tensor, received: list[int]) -> Tensor:
+        """The outputs of this rank's experts for rows, unweighted.
+
+        Args:
+            tags: span · experts + expert of each row.
+            received: rows from each rank.
+        """
+        total = self.arithmetic.total
+        totals = total(self.w13_weight), total(self.w2_weight)
+        if not len(rows):
+            nothing: Tensor = _NoRows.apply(rows, self.w13_weight, self.w2_weight, totals)
+            return nothing
+        numbers = torch.tensor(received, device=tags.device)
+        senders = torch.arange(len(received), device=tags.device).repeat_interleave(numbers)
+        spans = torch.stack((senders, tags // self._exchange.experts))
+        lengths = spans.unique_consecutive(dim=1, return_counts=True)[1]
+        # A weight of 1 leaves an output as it is.
+        ones = torch.ones((len(rows), 1), dtype=torch.float32, device=rows.device)
+        experts = (tags % self._exchange.experts)[:, None]
+        return self.arithmetic.ops.experts(
+            rows,
+            ones,
+            experts,
+            self.w13_weight,
+            self.w2_weight,
+            Packing(lengths.tolist(), rows.device),
+            totals,
+        )
+
+
+def _spans(packing: Packing) -> Tensor:
+    """[tokens] int64: the span of each token."""
+    numbers = torch.arange(packing.tokens, device=packing.cu_seqlens.device, dtype=torch.int32)
+    return torch.searchsorted(packing.cu_seqlens[1:], numbers, right=True)
+
+
+def spread_experts(model: Decoder, mesh: DeviceMesh) -> list[SpreadExperts]:
+    """Leave each layer of a model without values only this rank's experts.
+
+    Args:
+        mesh: see expert_mesh.
+
+    Returns:
+        The experts of all layers, for FSDP2 to share among the replicas.
+    """
+    along = mesh["experts"]
+    own = model.geometry.num_experts // along.size()
+    exchange = Exchange(along.get_group(), along.size(), own)
+    spread = []
+    for module in list(model.modules()):
+        if isinstance(module, Mixture) and isinstance(module.experts, Experts):
+            module.experts = own_experts = SpreadExperts(module.experts, exchange)
+            spread.append(own_experts)
+    return spread
