@@ -552,23 +552,22 @@ class Decoder(nn.Module):
         """
         weight, total = self.output_weight, self._head_total()
         chunk = chunk or default_chunk(hidden.device)
-        if (
-            self.split.size > 1 or counts is None
-        ):  # a rank without targets still has a gradient, of zeros, to hand on
-            vocab = self.geometry.vocab_size
+        split, vocab = self.split, self.geometry.vocab_size
+        if counts is None:  # a rank without targets still has a gradient, of zeros, to hand on
             return chosen_logprobs_of(
-                hidden,
-                weight,
-                targets,
-                chunk,
-                temperature,
-                total,
-                self.split,
-                vocab,
-                entropy_gradient,
+                hidden, weight, targets, chunk, temperature, total, split, vocab, entropy_gradient
             )
         return self.arithmetic.ops.chosen_logprobs(
-            hidden, weight, targets, counts, chunk, temperature, total, entropy_gradient
+            hidden,
+            weight,
+            targets,
+            counts,
+            chunk,
+            temperature,
+            total,
+            entropy_gradient,
+            split,
+            vocab,
         )
 
     def logits(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:

@@ -48,7 +48,7 @@ class Split:
 
     def leave(self, x: Tensor) -> Tensor:
         """g: the sum of the parts' outputs, on every rank; each part gets the sum's gradient."""
-        left: Tensor = x if self.size == 1 else _Leave.apply(x, self.group)
+        left: Tensor = x if self.size == 1 else _Leave.apply(x, self)
         return left
 
     def total(self, x: Tensor) -> Tensor:
@@ -130,10 +130,8 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
+        return split.total(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -366,7 +366,8 @@ def logits_bytes(request: MemoryRequest) -> int:
     """Bytes of the largest moment of the output head, in which logits of a chunk exist.
 
         fast         one table of chunk × vocab in the parameters' dtype, in which their gradient is made
-        invariant    the logits, a copy without padding, their gradient
+        invariant    the logits, a copy without padding, their gradient; where ranks split the vocabulary,
+                     the logits of all ranks, as they come, as rows, and without padding
         reference    two float32 tables; in the backward pass one, the same rounded, and that in float32 again
 
     An entropy that has a gradient needs no more: the reference's second table is then the chances
@@ -381,7 +382,10 @@ def logits_bytes(request: MemoryRequest) -> int:
         "reference": max(2 * FLOAT32, (s + FLOAT32) * (s < FLOAT32)),
     }[request.table]
     matrix = g.vocab_size * g.hidden_size * request.trains_masters
-    return tables * table + FLOAT32 * matrix
+    gathered = 0
+    if request.table == "invariant" and request.local != request.geometry:
+        gathered = 3 * s * table * request.world_size
+    return max(tables * table, s * table + gathered) + FLOAT32 * matrix
 
 
 def send_buffer_bytes(request: MemoryRequest) -> int:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from example_trainer.models.head import check_temperature
+from example_trainer.models.head import check_temperature, chosen_logprobs_of
 from example_trainer.models.ops import (
     fast_attention,
     fast_kernels,
@@ -489,8 +489,14 @@ def chosen_logprobs(
     temperature: float | Tensor = 1.0,
     total: Total | None = None,
     entropy_gradient: bool = False,
+    split: Split | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See Operations.chosen_logprobs."""
+    """See Operations.chosen_logprobs. Ranks that split the rows exchange sums, never logits."""
+    if split is not None and split.size > 1:
+        return chosen_logprobs_of(
+            hidden, weight, targets, chunk, temperature, total, split, vocab_size, entropy_gradient
+        )
     check_temperature(temperature, targets)
     inverse = (
         temperature.float().reciprocal() if isinstance(temperature, Tensor) else 1.0 / temperature

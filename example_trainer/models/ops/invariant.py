@@ -437,6 +437,10 @@ def rows(x: Tensor, rows: Tensor) -> Tensor:
 class _ChosenLogprobs(torch.autograd.Function):
     """Logits exist for a chunk of tokens at a time, in both directions; a chunk is a whole number
     of tiles.
+
+    Ranks that split the rows of the matrix gather their logits, as vLLM's ranks do, and each takes
+    the same sums of whole rows. In the backward pass each makes the slopes of its own columns, and
+    the gradients of the states are added in the order of the ranks.
     """
 
     @staticmethod
@@ -449,17 +453,20 @@ class _ChosenLogprobs(torch.autograd.Function):
         chunk: int,
         total: Total | None,
         entropy_gradient: bool,
+        split: Split,
+        vocab: int,
     ) -> tuple[Tensor, Tensor]:
-        padded = _padded_head(weight)
+        padded = _padded_head(weight, split)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for start, part in _chunks(packing, chunk):
             rows, ids = hidden[start : start + part.tokens], targets[start : start + part.tokens]
-            logits = ops.linear(rows, padded)[:, : len(weight)]
+            logits = _gathered(ops.linear(rows, padded), split)[:, :vocab]
             lse = ops.log_sum_exp(logits)  # what ops.chosen_logprobs does, keeping the denominators
             logprobs = logits.gather(1, ids[:, None]).squeeze(1).to(lse.dtype) - lse
             parts.append((logprobs, gradients_for(logits).entropy(logits.contiguous(), lse), lse))
         logprobs, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.packing, ctx.chunk, ctx.total = packing, chunk, total
+        ctx.split, ctx.span = split, split.vocabulary_range(vocab)
         if entropy_gradient:
             ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         else:
@@ -472,17 +479,22 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, lse, *entropies = ctx.saved_tensors
         upstream, entropy_upstream = (one.contiguous() for one in arriving)
-        gradients = gradients_for(hidden)
-        padded, back = _padded_head(weight), weight.t()
-        hidden_gradient = torch.empty_like(hidden)
+        gradients, (first, end) = gradients_for(hidden), ctx.span
+        held = end - first
+        padded, back = _padded_head(weight, ctx.split), weight[:held].t()
+        hidden_gradient = torch.zeros_like(hidden)
 
         def walk(add: Callable[[Tensor, Tensor, Packing], object]) -> None:
             for start, part in _chunks(ctx.packing, ctx.chunk):
+                if not held:  # this rank has rows of padding alone
+                    break
                 rows = slice(start, start + part.tokens)
-                logits = ops.linear(hidden[rows], padded)[:, : len(weight)].contiguous()
-                entropy = (entropies[0][rows], entropy_upstream[rows]) if entropies else None
+                logits = ops.linear(hidden[rows], padded)[:, :held].contiguous()
+                entropy = None
+                if entropies:
+                    entropy = entropies[0][rows], entropy_upstream[rows]
                 slope = gradients.logit_gradient(
-                    logits, targets[rows], lse[rows], upstream[rows], entropy=entropy
+                    logits, targets[rows] - first, lse[rows], upstream[rows], entropy=entropy
                 )
                 hidden_gradient[rows] = ops.linear(slope, back)
                 add(slope, hidden[rows], part)
@@ -493,18 +505,28 @@ class _ChosenLogprobs(torch.autograd.Function):
                 weight,
                 ctx.total,
                 lambda total: walk(
-                    lambda dy, x, part: gradients.add_weight_gradient(dy, x, total, part)
+                    lambda dy, x, part: gradients.add_weight_gradient(dy, x, total[:held], part)
                 ),
             )
         else:
             walk(lambda dy, x, part: None)
-        return hidden_gradient, dw, None, None, None, None, None
+        hidden_gradient = ctx.split.total(hidden_gradient)
+        return hidden_gradient, dw, None, None, None, None, None, None, None
 
 
-def _padded_head(weight: Tensor) -> Tensor:
+def _gathered(logits: Tensor, split: Split) -> Tensor:
+    """The logits of all ranks. Padding follows the last row of the vocabulary."""
+    if split.size == 1:
+        return logits
+    return torch.cat(split.gather(logits), dim=1)
+
+
+def _padded_head(weight: Tensor, split: Split) -> Tensor:
     """The rows that vLLM pads an output head with; a product of another width might take another
-    kernel.
+    kernel. A part of a split head has them.
     """
+    if split.size > 1:
+        return weight
     missing = -len(weight) % ops.VOCAB_MULTIPLE
     return F.pad(weight, (0, 0, 0, missing)) if missing and weight.is_cuda else weight
 
@@ -536,6 +558,8 @@ def chosen_logprobs(
     temperature: float | Tensor = 1.0,
     total: Total | None = None,
     entropy_gradient: bool = False,
+    split: Split | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See Operations.chosen_logprobs; logits in the model's dtype, then float32. Not given counts:
     one sequence.
@@ -558,6 +582,8 @@ def chosen_logprobs(
         chunk,
         total,
         entropy_gradient,
+        split or Split(),
+        vocab_size or len(weight),
     )
     if on_gpu:
         logprobs = torch.where(torch.as_tensor(temperature) == 1, logprobs, torch.nan)

@@ -337,10 +337,12 @@ def chosen_logprobs(
     temperature: float | Tensor = 1.0,
     total: Total | None = None,
     entropy_gradient: bool = False,
+    split: Split | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See Operations.chosen_logprobs; chunks of exactly `chunk` targets, whichever sequences they
     are of.
     """
     return chosen_logprobs_of(
-        hidden, weight, targets, chunk, temperature, total, entropy_gradient=entropy_gradient
+        hidden, weight, targets, chunk, temperature, total, split, vocab_size, entropy_gradient
     )

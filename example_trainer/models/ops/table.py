@@ -202,13 +202,15 @@ class Operations(Protocol):
         temperature: float | Tensor = 1.0,
         total: Total | None = None,
         entropy_gradient: bool = False,
+        split: Split | None = None,
+        vocab_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of given tokens and the entropy of what they were chosen from; logits are never
-        kept.
+        kept. Collective if split.
 
         Args:
             hidden: [targets, width] states that predict the targets.
-            weight: [vocab, width], the output matrix.
+            weight: [vocab, width], the output matrix, or this rank's rows of it, padding included.
             targets: [targets] int64 ids.
             counts: how many of the targets belong to each sequence.
             chunk: targets whose logits exist at the same time, about.
@@ -216,6 +218,7 @@ class Operations(Protocol):
                 gradient.
             entropy_gradient: the entropy is differentiable too: for a chance p_j of entropy H, dH /
                 dlogit_j is -p_j (log p_j + H) / temperature.
+            split, vocab_size: the ranks that split the rows, and the number of rows of them all.
 
         Returns:
             logprobs [targets] float32, differentiable; entropy [targets] float32 in nats,

@@ -133,10 +133,12 @@ def logit_gradient(
     """upstream · (onehot(target) - softmax(logits)), [rows, vocab] in the logits' dtype.
 
     Args:
+        targets: columns; a number that is not a column belongs to another rank.
         entropy: that of each row and the gradient that reaches it, both [rows], if one does: less
             that gradient · softmax · (log softmax + entropy).
     """
-    rows = torch.arange(len(targets), device=targets.device)
+    rows = ((targets >= 0) & (targets < logits.shape[1])).nonzero().squeeze(1)
+    columns = targets[rows]
     if entropy is not None:
         entropies, entropy_upstream = (column[:, None] for column in entropy)
         slope = wide(logits) - lse[:, None]
@@ -147,10 +149,10 @@ def logit_gradient(
             .add_(upstream[:, None])
             .mul_(chances.neg_())
         )
-        slope[rows, targets] += upstream
+        slope[rows, columns] += upstream[rows]
         return slope.to(logits.dtype)
     slope = torch.exp(wide(logits) - lse[:, None]).neg_()
-    slope[rows, targets] += 1
+    slope[rows, columns] += 1
     return (slope * upstream[:, None]).to(logits.dtype)
 
 

@@ -421,6 +421,7 @@ def logit_gradient(
     float32; written over the logits.
 
     Args:
+        targets: [rows] int64 columns; a number that is not a column belongs to another rank.
         lse: [rows] float32, log of the denominators of softmax(logits · inverse_temperature).
         inverse_temperature: a number, or [rows] float32.
         entropy: that of each row and the gradient that reaches it, both [rows] float32 and
