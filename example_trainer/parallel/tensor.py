@@ -18,6 +18,7 @@ from torch import Tensor
 
 from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Decoder
+from example_trainer.models.ops import choose_operations
 from example_trainer.models.shards import Shards, Split
 from vllm_patching.weights.families import Geometry, UnsupportedModel, parameters
 from vllm_patching.weights.sharding import ShardSpec, Slice, plan_shards
@@ -169,15 +170,22 @@ def split_decoder(
     rank: int,
     size: int,
     group: dist.ProcessGroup | None,
+    deterministic: bool = False,
 ) -> Decoder:
     """A decoder with this rank's part of every layer, uninitialised.
 
+    Args:
+        deterministic: it has the operations of vLLM's bits, and sums over ranks are taken in the
+            order of the ranks.
+
     Raises:
-        ModelError: its heads or widths cannot be split over `size` ranks.
+        ModelError: its heads or widths cannot be split over `size` ranks, or a part of the model
+            has no such operations.
     """
-    split = Split(rank, size, group)
+    split = Split(rank, size, group, ordered=deterministic)
     shards = TensorParallelShards(geometry, split)
-    model = Decoder(geometry, dtype, device, split)
+    ops = choose_operations(device, dtype, deterministic)
+    model = Decoder(geometry, dtype, device, split, ops)
     model.shards = shards
     return model
 

@@ -235,7 +235,11 @@ def _rank_maker(config: TrainerConfig, ranks: Ranks, trained: bool) -> DecoderMa
         return deterministic_decoder if config.deterministic else make_whole
     if config.single_copy:
         return partial(
-            split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD
+            split_decoder,
+            rank=ranks.rank,
+            size=ranks.world_size,
+            group=dist.group.WORLD,
+            deterministic=config.deterministic,
         )
     # Only where it is used: it takes a third of a trainer's time to import everything.
     from example_trainer.parallel.fsdp import sharded_decoder

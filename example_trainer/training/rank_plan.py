@@ -67,11 +67,6 @@ def refuse_ranks(config: TrainerConfig, ranks: Ranks) -> None:
     """
     if ranks.world_size > 1 and (reason := one_process_reason(config)):
         raise ConfigError(f"{reason}; start it without torchrun")
-    if ranks.world_size > 1 and config.deterministic and config.single_copy:
-        raise ConfigError(
-            f"--deterministic and --single-copy train on one rank, not on {ranks.world_size}: give "
-            "--use-shared-memory, with which FSDP2 spreads the model over any number of ranks"
-        )
 
 
 def visible_gpus(config: TrainerConfig) -> int:

@@ -2,7 +2,8 @@
 of the whole model.
 
 FORKED_RANKS=N python -m tests.forked_ranks layout_worker.py KIND FOLDER STEPS [FAULT]
-    KIND: fsdp. FAULT: kill, bit
+    KIND: fsdp or tensor_parallel, with the number of vLLM's ranks behind it
+    FAULT: kill: rank 1 kills itself; bit: a logprob is wrong; none, and STEPS 0: look at gradients
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from atroposlib.wire import TrainerSession
 from example_trainer.batch.groups import Batch
@@ -26,12 +28,14 @@ from example_trainer.deterministic.parity import ParityCheck, ParityError, weigh
 from example_trainer.models import Decoder, load_model
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
+from example_trainer.parallel.tensor import split_decoder
 from example_trainer.process import StopSignal
 from example_trainer.training.checkpoints import Checkpoints, load_state
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
 from example_trainer.training.runs import Run, SavedStep
-from example_trainer.training.step import guarded_step, make_objective
+from example_trainer.training.step import BatchGradients, guarded_step, make_objective
 from tests.example_trainer.deterministic.training import config, rollouts
+from vllm_patching.batch_invariant.plan import SumPlan
 
 DTYPE = torch.bfloat16
 SAVED = 1
@@ -41,14 +45,22 @@ SAVED = 1
 class Spread:
     """The model of this rank, and the whole model that its rollouts are sampled with."""
 
-    def __init__(self, ranks: Ranks, kind: str, folder: Path) -> None:
+    def __init__(
+        self, ranks: Ranks, kind: str, folder: Path, dtype: torch.dtype = DTYPE, **options: object
+    ) -> None:
+        kind, parts = kind[:-1], int(kind[-1])
+        size, group = ranks.world_size, dist.group.WORLD
         make = {
-            "fsdp": partial(sharded_decoder, world_size=ranks.world_size, deterministic=True),
+            "fsdp": partial(sharded_decoder, world_size=size, deterministic=True),
+            "tensor_parallel": partial(
+                split_decoder, rank=ranks.rank, size=size, group=group, deterministic=True
+            ),
         }[kind]
         self.ranks, self.model_path = ranks, str(folder / "model")
-        self.model: Decoder = load_model(self.model_path, DTYPE, "cpu", make)
-        self.sampler = load_model(self.model_path, DTYPE, "cpu", deterministic_decoder)
-        self.options: TrainerConfig = config(folder, max_grad_norm=0.5, lr=1e-3)
+        self.model: Decoder = load_model(self.model_path, dtype, "cpu", make)
+        self.sampler = load_model(self.model_path, dtype, "cpu", deterministic_decoder)
+        self.model.arithmetic.plan = self.sampler.arithmetic.plan = SumPlan(parts)
+        self.options: TrainerConfig = config(folder, max_grad_norm=0.5, lr=1e-3, **options)
         self.optimizer: MasterAdamW = make_optimizer(self.options, self.model)
         kernels = {"linear": "reference"}
         split = self.model.split.size > 1
@@ -67,8 +79,8 @@ class Spread:
                 parameter.copy_(masters[name])
         return rollouts(self.sampler, self.optimizer.steps, self.optimizer.steps, 4)
 
-    def bins(self, batch: Batch) -> list[PackedBin]:
-        """This rank's bins."""
+    def bins(self, batch: Batch) -> list[list[PackedBin]]:
+        """Each rank's bins."""
         split = self.model.split.size > 1
         (packed,) = pack_batch(
             batch,
@@ -78,14 +90,14 @@ class Spread:
             max_tokens=128,
             share_prefixes=False,
         )
-        return packed[0 if split else self.ranks.rank]
+        return packed * self.ranks.world_size if split else packed
 
     def step(self, batch: Batch) -> str:
         """Learn from a batch; return the hash of the weights."""
         row = guarded_step(
             self.model,
             self.optimizer,
-            [self.bins(batch)],
+            [self.bins(batch)[self.ranks.rank]],
             self.options,
             make_objective(self.options),
             StopSignal(),
@@ -100,6 +112,32 @@ class Spread:
         return str(figures["weights_sha"])
 
 
+def check_gradients(ranks: Ranks, kind: str, folder: Path) -> None:
+    """The gradient in float32 is that of one process, also of the entropy, and logprobs have its
+    bits.
+    """
+    spread = Spread(ranks, kind, folder, torch.float32, entropy_coef=0.3)
+    bins = spread.bins(spread.batch())
+    data_ranks = 1 if spread.model.split.size > 1 else ranks.world_size
+    whole = [one for mine in bins[:data_ranks] for one in mine]
+    alone = make_optimizer(spread.options, spread.sampler)
+    options, objective = spread.options, make_objective(spread.options)
+    for model, optimizer, mine, parity in (
+        (spread.model, spread.optimizer, bins[ranks.rank], spread.parity),
+        (spread.sampler, alone, whole, None),
+    ):
+        BatchGradients(
+            model, optimizer, [mine], options, objective, StopSignal(), parity=parity
+        ).accumulate(0)
+    expected, found = alone.gradients(), spread.optimizer.gradients()
+    assert found.keys() == expected.keys()
+    spread.model.shards.complete(found)
+    for name, local in found.items():
+        gradient = spread.model.shards.whole(name, local)
+        error = float((gradient - expected[name]).norm() / expected[name].norm())
+        assert error < 2e-5, f"{name} differs by {error}"
+
+
 def with_one_bit_changed(batch: Batch) -> Batch:
     """Change a logprob of the shortest sequence: it is alone in the bin of one rank."""
     number = min(range(len(batch.sequences)), key=lambda n: len(batch.sequences[n].tokens))
@@ -112,6 +150,8 @@ def with_one_bit_changed(batch: Batch) -> Batch:
 
 def main(ranks: Ranks, kind: str, folder: Path, steps: int, fault: str) -> None:
     torch.set_num_threads(1)
+    if not steps:
+        check_gradients(ranks, kind, folder)
     spread = Spread(ranks, kind, folder)
     optimizer, hashes = spread.optimizer, {}
     checkpoints = Checkpoints(

@@ -53,7 +53,7 @@ def run(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 3)])
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp1", 3), ("tensor_parallel2", 2)])
 def test_a_killed_run_has_the_bits_of_one_that_was_not(
     kind: str, ranks: int, processes: Processes, tmp_path: Path
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_killed_run_has_the_bits_of_one_that_was_not(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2)])
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp2", 2), ("tensor_parallel4", 2)])
 def test_one_bit_of_one_rank_stops_all_with_one_error(
     kind: str, ranks: int, processes: Processes, tmp_path: Path
 ) -> None:
@@ -80,6 +80,18 @@ def test_one_bit_of_one_rank_stops_all_with_one_error(
     assert all(result == results[0] for result in results)
     assert results[0]["error"].startswith("1 of ")
     assert f"sequence {results[0]['first']['sequence']}, position" in results[0]["error"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("kind", "ranks", "seed"), [("fsdp2", 3, SEED), ("tensor_parallel4", 4, 5)]
+)
+def test_gradients_are_those_of_one_rank(
+    kind: str, ranks: int, seed: int, processes: Processes, tmp_path: Path
+) -> None:
+    """Seed 5 is tied, and has so few tokens that two of four ranks have padding alone."""
+    checkpoint(tmp_path, seed)
+    run(processes, ranks, [kind, tmp_path, 0])
 
 
 @given(st.lists(st.lists(st.floats(-1e4, 1e4, width=16), min_size=3, max_size=3), min_size=1))
