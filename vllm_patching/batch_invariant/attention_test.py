@@ -4,11 +4,12 @@ prefills.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from vllm_patching.batch_invariant import ops
+from vllm_patching.batch_invariant.bits import describe_difference, same_bits
 from vllm_patching.batch_invariant.pages import make_page_plan
 
 LENGTHS = (1, 127, 128, 129, 255, 256, 257, 1025, 2049)
@@ -26,8 +27,6 @@ def attention_failure(heads: int, kv_heads: int, dim: int, like: torch.Tensor) -
         heads, kv_heads, dim: of the model.
         like: a tensor of its device and dtype.
     """
-    from vllm_patching.batch_invariant.self_test import describe_difference
-
     generator = torch.Generator(like.device).manual_seed(0)
     q, k, v = (
         torch.randn(sum(LENGTHS), h, dim, generator=generator, device=like.device).to(like.dtype)
@@ -64,9 +63,9 @@ def attention_failure(heads: int, kv_heads: int, dim: int, like: torch.Tensor) -
     for name, requests in _cases().items():
         for request in requests:
             got, expected = batch(request)
-            if not torch.equal(got.view(torch.int16), expected.view(torch.int16)):
+            if not same_bits(got, expected):
                 return f"attention {name} differs from the prefill of packed sequences: {describe_difference(got, expected)}"
-    return _alone(q, k, v, whole, starts, scale, describe_difference)
+    return _alone(q, k, v, whole, starts, scale)
 
 
 def _cases() -> dict[str, list[list[Request]]]:
@@ -104,12 +103,12 @@ def _alone(
     whole: torch.Tensor,
     starts: Sequence[int],
     scale: float,
-    describe: Callable[[torch.Tensor, torch.Tensor], str],
 ) -> str:
     for start, length in zip(starts, LENGTHS, strict=False):
         rows = slice(start, start + length)
         cu = torch.tensor([0, length], device=q.device, dtype=torch.int32)
         alone, _ = ops.attention_varlen(q[rows], k[rows], v[rows], cu, length, scale)
-        if not torch.equal(alone.view(torch.int16), whole[rows].view(torch.int16)):
-            return f"attention of a sequence of {length} alone differs from it packed: {describe(alone, whole[rows])}"
+        if not same_bits(alone, whole[rows]):
+            difference = describe_difference(alone, whole[rows])
+            return f"attention of a sequence of {length} alone differs from it packed: {difference}"
     return ""

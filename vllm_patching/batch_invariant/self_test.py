@@ -13,6 +13,17 @@ import torch
 
 from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant.attention_test import attention_failure
+from vllm_patching.batch_invariant.bits import (
+    describe_difference,
+    differing,
+    random_rows,
+    same_bits,
+)
+from vllm_patching.batch_invariant.layouts_test import (
+    rank_sum_failure,
+    split_attention_failure,
+    width_checks,
+)
 from vllm_patching.batch_invariant.provenance import table_hash
 
 SIZES = (
@@ -60,11 +71,13 @@ class UnsupportedModel(RuntimeError):
     """The model is not made of the layers whose operations are shared."""
 
 
-def self_test(model: Any) -> dict[str, Any]:
+def self_test(model: Any, ranks: int = 1) -> dict[str, Any]:
     """Test every operation alone against in batches, and vLLM's own layers against the operations.
+    Collective over the server's tensor-parallel ranks.
 
     Args:
         model: vLLM's, a dense decoder, on the GPU.
+        ranks: tensor-parallel ranks.
 
     Returns:
         {"checks": batches compared, "failure": "" or one line on the first difference,
@@ -77,13 +90,16 @@ def self_test(model: Any) -> dict[str, Any]:
         return {"checks": 0, "failure": str(error), "rotary_table": "", "seconds": 0.0}
     checks, failure = 0, ""
     with torch.inference_mode():
-        for name, total, operation in _operations(model, layer):
-            checks += 2 * len(_sizes(total))
-            failure = ran(name, partial(first_difference, name, operation, total))
+        if ranks > 1:
+            # First, because all ranks take part in it: a rank that fails later leaves none waiting.
+            failure = ran("the sum over ranks", partial(rank_sum_failure, layer, ranks))
+        for name, total, operation, *expected in _all_operations(model, layer, ranks):
             if failure:
                 break
+            checks += 2 * len(_sizes(total))
+            failure = ran(name, partial(first_difference, name, operation, total, *expected))
         failure = failure or ran("vLLM's layers", partial(_layers_failure, layer))
-        failure = failure or ran("attention", partial(_attention, layer))
+        failure = failure or ran("attention", partial(_attention, layer, ranks))
     return {
         "checks": checks,
         "failure": failure,
@@ -140,61 +156,73 @@ def _sizes(total: int) -> list[int]:
     return [size for size in (*SIZES, *SIZES_ABOVE) if size < total]
 
 
-def first_difference(name: str, operation: Operation, total: int) -> str:
+def first_difference(
+    name: str, operation: Operation, total: int, expected: torch.Tensor | None = None
+) -> str:
     """Compare batches of an operation's rows with the same rows of its largest batch.
 
     Args:
         name: for the message.
         operation: result for a slice of its rows, rows first.
         total: rows of the largest batch.
+        expected: all rows of the same numbers, computed in another layout.
 
     Returns:
         empty, or one line with the batch, the first row and column that differ, and both values.
     """
-    whole = operation(slice(0, total))
-    batches = [(start, size) for size in _sizes(total) for start in {0, total - size}]
+    whole, against = expected, "of the same in the other layout"
+    if whole is None:
+        whole, against = operation(slice(0, total)), f"of the same among {total}"
+    sizes = [*_sizes(total), *([] if expected is None else [total])]
+    batches = [(start, size) for size in sizes for start in {0, total - size}]
     # All are started before the first result is waited for, so that a test takes no longer than the
     # products.
-    counts = [
-        (_bits(operation(slice(a, a + n))) != _bits(whole[a : a + n])).sum() for a, n in batches
-    ]
+    counts = [differing(operation(slice(a, a + n)), whole[a : a + n]).sum() for a, n in batches]
     wrong = torch.stack(counts).tolist()
     for (start, size), count in zip(batches, wrong, strict=True):
         if count:
             again = operation(slice(start, start + size))
             where = describe_difference(again, whole[start : start + size])
-            said = (
-                f"of {size} rows by themselves and of the same among {total}, {count} values differ"
-            )
-            return f"{name} depends on the batch: {said}, {where}"
+            said = f"of {size} rows by themselves and {against}, {count} values differ"
+            cause = "depends on the batch" if expected is None else "depends on the layout"
+            return f"{name} {cause}: {said}, {where}"
     return ""
 
 
-def describe_difference(one: torch.Tensor, other: torch.Tensor) -> str:
-    """Where two results of equal shape first differ in a bit, and both values."""
-    different = (_bits(one) != _bits(other)).flatten(1)
-    if not different.any():
-        return "but not when it was computed again: the operation does not repeat itself"
-    row, column = different.nonzero()[0].tolist()
-    values = [x.flatten(1)[row, column].item() for x in (one, other)]
-    return f"first at row {row}, column {column}: {values[0]!r} against {values[1]!r}"
+def _all_operations(model: Any, layer: Any, ranks: int) -> Iterator[tuple[Any, ...]]:
+    """(name, rows, operation) of one rank, then (name, rows, operation, expected) of layouts."""
+    yield from _operations(model, layer, ranks)
+    if ranks == 1:
+        return
+    hidden = layer.input_layernorm.weight
+    parts = torch.stack(
+        [random_rows(ROWS, len(hidden), like=hidden, seed=20 + rank) for rank in range(ranks)]
+    )
+    yield f"add_parts {[ranks, len(hidden)]}", ROWS, lambda s: ops.add_parts(parts[:, s])
+    weights = {
+        "qkv_proj": layer.self_attn.qkv_proj.weight.data,
+        "gate_up_proj": layer.mlp.gate_up_proj.weight.data,
+        "lm_head": _head_weight(model),
+    }
+    rows = {"lm_head": HEAD_ROWS}
+    given = {
+        name: (weight, random_rows(rows.get(name, ROWS), weight.shape[1], like=weight, seed=30))
+        for name, weight in weights.items()
+    }
+    yield from width_checks(given, ranks)
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+def _head_weight(model: Any) -> torch.Tensor:
+    head = getattr(model, "lm_head", None)
+    module = model.model.embed_tokens if head is None else head
+    weight: torch.Tensor = module.weight.data
+    return weight
 
 
-def _random(*shape: int, like: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
-
-
-def _operations(model: Any, layer: Any) -> Iterator[tuple[str, int, Operation]]:
+def _operations(model: Any, layer: Any, ranks: int) -> Iterator[tuple[str, int, Operation]]:
     """(name, rows, operation) for each shape of the model."""
     attention, mlp = layer.self_attn, layer.mlp
-    embedding = model.model.embed_tokens.weight.data
-    head = getattr(model, "lm_head", None)
-    head_weight = embedding if head is None else head.weight.data
+    head_weight = _head_weight(model)
     named = {
         "qkv_proj": attention.qkv_proj,
         "o_proj": attention.o_proj,
@@ -206,11 +234,13 @@ def _operations(model: Any, layer: Any) -> Iterator[tuple[str, int, Operation]]:
     }
     for name, (weight, bias) in {**weights, "lm_head": (head_weight, None)}.items():
         total = HEAD_ROWS if weight.shape[0] > _WIDE else ROWS
-        x = _random(total, weight.shape[1], like=weight)
+        x = random_rows(total, weight.shape[1], like=weight)
         title = f"linear {name} {list(weight.shape)}"
         yield title, total, partial(_linear_rows, x, weight, bias)
     norm = layer.input_layernorm
-    x, residual = (_random(ROWS, len(norm.weight), like=norm.weight, seed=seed) for seed in (1, 2))
+    x, residual = (
+        random_rows(ROWS, len(norm.weight), like=norm.weight, seed=seed) for seed in (1, 2)
+    )
     eps = norm.variance_epsilon
     yield f"rms_norm [{x.shape[1]}]", ROWS, lambda s: ops.rms_norm(x[s], norm.weight, eps)
     yield (
@@ -218,7 +248,7 @@ def _operations(model: Any, layer: Any) -> Iterator[tuple[str, int, Operation]]:
         ROWS,
         lambda s: _both(ops.fused_add_rms_norm(x[s], residual[s], norm.weight, eps)),
     )
-    qkv = _random(ROWS, weights["qkv_proj"][0].shape[0], like=norm.weight, seed=3)
+    qkv = random_rows(ROWS, weights["qkv_proj"][0].shape[0], like=norm.weight, seed=3)
     dim = attention.head_dim
     q, k, _ = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
     if hasattr(attention, "q_norm"):
@@ -235,9 +265,10 @@ def _operations(model: Any, layer: Any) -> Iterator[tuple[str, int, Operation]]:
         ROWS,
         lambda s: _both(ops.rotary_embedding(positions[s], q[s], k[s], dim, table, interleaved)),
     )
-    gate_up = _random(ROWS, weights["gate_up_proj"][0].shape[0], like=norm.weight, seed=4)
+    gate_up = random_rows(ROWS, weights["gate_up_proj"][0].shape[0], like=norm.weight, seed=4)
     yield f"silu_and_mul [{gate_up.shape[1]}]", ROWS, lambda s: ops.silu_and_mul(gate_up[s])
-    logits = 4 * _random(HEAD_ROWS, head_weight.shape[0], like=norm.weight, seed=5)
+    vocabulary = ranks * head_weight.shape[0]  # the sampler has the logits of all ranks
+    logits = 4 * random_rows(HEAD_ROWS, vocabulary, like=norm.weight, seed=5)
     ids = torch.arange(HEAD_ROWS, device=x.device).unsqueeze(1) % logits.shape[1]
     yield "chosen_logprobs", HEAD_ROWS, lambda s: ops.token_logprobs(logits[s], ids[s])
     yield "softmax of the sampler", HEAD_ROWS, lambda s: ops.log_softmax(logits[s]).exp_()
@@ -257,7 +288,9 @@ def _layers_failure(layer: Any) -> str:
     """Do vLLM's own layers compute what the operations compute? Empty, or one line."""
     attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
     eps, rows = norm.variance_epsilon, 300
-    x, residual = (_random(rows, len(norm.weight), like=norm.weight, seed=seed) for seed in (6, 7))
+    x, residual = (
+        random_rows(rows, len(norm.weight), like=norm.weight, seed=seed) for seed in (6, 7)
+    )
     positions = torch.arange(rows, device=x.device) % attention.rotary_emb.cos_sin_cache.shape[0]
     qkv = ops.linear(x, attention.qkv_proj.weight, getattr(attention.qkv_proj, "bias", None))
     q, k, _ = (
@@ -285,14 +318,16 @@ def _layers_failure(layer: Any) -> str:
         "act_fn": (mlp.act_fn(gate_up), ops.silu_and_mul(gate_up)),
     }
     for name, (theirs, ours) in pairs.items():
-        if not torch.equal(_bits(theirs), _bits(ours)):
+        if not same_bits(theirs, ours):
             return f"vLLM's layer {name} does not run the shared operation: {describe_difference(theirs, ours)}"
     return ""
 
 
-def _attention(layer: Any) -> str:
-    attention = layer.self_attn
+def _attention(layer: Any, ranks: int) -> str:
+    attention, like = layer.self_attn, layer.input_layernorm.weight
     dim = attention.head_dim
-    return attention_failure(
-        attention.q_size // dim, attention.kv_size // dim, dim, layer.input_layernorm.weight
-    )
+    failure = attention_failure(attention.q_size // dim, attention.kv_size // dim, dim, like)
+    if failure or ranks == 1:
+        return failure
+    heads = attention.total_num_heads, attention.total_num_kv_heads
+    return split_attention_failure(*heads, dim, ranks, like)

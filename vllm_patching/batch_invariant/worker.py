@@ -33,8 +33,9 @@ class DeterministicWorker:
             "seconds"}
         """
         model = self.get_model()  # type: ignore[attr-defined]
-        report = self_test(model)
-        return {"provenance": provenance(SumPlan(tensor_ranks())), **report}
+        ranks = tensor_ranks()
+        report = self_test(model, ranks)
+        return {"provenance": provenance(SumPlan(ranks)), **report}
 
 
 class DeterministicSharedWorker(DeterministicWorker, LockstepWorkerExtension):

@@ -38,15 +38,18 @@ print("REPLACED", len(names))
 RANKS = """
 import os
 import sys
+from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from vllm_patching.batch_invariant.patches import apply_patches
 apply_patches()
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.layers import linear as linear_module
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm_patching.batch_invariant import ops
+from vllm_patching.batch_invariant.layouts_test import rank_sum_failure
 from vllm_patching.compat.batch_invariant import tensor_ranks
 
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -55,7 +58,7 @@ torch.set_default_dtype(torch.bfloat16)
 with set_current_vllm_config(VllmConfig()):
     init_distributed_environment(size, rank, "file://" + store, rank, "gloo")
     initialize_model_parallel(size)
-    layer = RowParallelLinear(64, 24, bias=True, return_bias=False)
+    layer = RowParallelLinear(64, 24, bias=True)
     table = VocabParallelEmbedding(100, 24)
 assert tensor_ranks() == size
 
@@ -80,13 +83,19 @@ with torch.no_grad():
     mine = slice(indices.org_vocab_start_index, indices.org_vocab_end_index)
     table.weight[: mine.stop - mine.start].copy_(rows[mine])
     columns = x[:, rank * wide : (rank + 1) * wide].contiguous()
-    summed = layer(columns)
+    summed = layer(columns)[0]
     assert torch.equal(summed, ops.row_linear(x, weight, size, bias))
     assert size == 1 or not torch.equal(summed, ops.linear(x, weight, bias))
-    assert torch.equal(layer(columns[4:5])[0], summed[4])
+    assert torch.equal(layer(columns[4:5])[0][0], summed[4])
     looked_up = table(torch.arange(100))
     assert torch.equal(looked_up, rows)
     assert size == 1 or not looked_up[3].signbit().any()
+    decoder = SimpleNamespace(self_attn=SimpleNamespace(o_proj=layer))
+    assert rank_sum_failure(decoder, size) == ""
+    if size > 1:
+        linear_module.tensor_model_parallel_all_reduce = lambda x: x  # as another vLLM would do
+        failure = rank_sum_failure(decoder, size)
+        assert failure.startswith(f"vLLM's layer o_proj is not that of {size} parts: first"), failure
 dist.barrier()
 print("RANK", rank, "SUMS IN ORDER")
 """

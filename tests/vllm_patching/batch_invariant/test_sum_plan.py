@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from tests.forked_commands import start_unguarded
 from vllm_patching.batch_invariant import ops
+from vllm_patching.batch_invariant.layouts_test import split_attention_failure, width_checks
 from vllm_patching.batch_invariant.plan import ENTRY, PARTS, SumPlan, plan_of
 from vllm_patching.batch_invariant.provenance import provenance, provenance_difference
+from vllm_patching.batch_invariant.self_test import first_difference
 
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -134,6 +137,60 @@ def test_a_column_has_the_same_bits_in_a_product_of_any_width(
     for count in PARTS:
         ranks = [ops.linear(x, rows) for rows in weight.chunk(count)]
         assert torch.equal(torch.cat(ranks, -1), whole)
+
+
+def failures(ranks: int) -> list[str]:
+    """First differences of a rank's widths, on this machine."""
+    weight, x = normal(24, 16, dtype=torch.bfloat16), normal(40, 16, dtype=torch.bfloat16, seed=1)
+    checks = list(width_checks({"qkv_proj": (weight, x)}, ranks))
+    assert len(checks) == ranks.bit_length() - 1
+    return [first_difference(*check[:1], check[2], check[1], check[3]) for check in checks]
+
+
+def test_the_self_test_compares_a_ranks_width_with_wider_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert failures(4) == ["", ""]
+    assert failures(1) == []
+    plain = ops.linear
+
+    def by_width(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = plain(x, weight)
+        if len(weight) == 96 and len(x) == 7:
+            y[5, 50] += 1
+        return y
+
+    monkeypatch.setattr(ops, "linear", by_width)
+    fine, wrong = failures(4)
+    assert fine == ""
+    assert wrong.startswith(
+        "linear qkv_proj [24, 16] within 4 times the width depends on the layout: of 7 rows by "
+        "themselves and of the same in the other layout, 1 values differ, first at row 5, column 50: "
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(8, 4, 4), (8, 2, 8), (4, 4, 2)])
+def test_the_self_test_compares_a_ranks_heads_with_all(
+    heads: int, kv_heads: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = torch.zeros(1, dtype=torch.bfloat16)
+
+    def failure() -> str:
+        return split_attention_failure(heads, kv_heads, 16, ranks, like, (1, 9))
+
+    assert failure() == ""
+    plain = ops.attention_varlen
+
+    def by_heads(q: torch.Tensor, *others: torch.Tensor, **more: Any) -> Any:
+        out, lse = plain(q, *others, **more)
+        if q.shape[1] < heads:
+            out[3, 0, 2] += 1
+        return out, lse
+
+    monkeypatch.setattr(ops, "attention_varlen", by_heads)
+    assert failure().startswith(
+        f"attention of {heads // 2} of {heads} heads differs from that of all heads: first at row 3"
+    )
 
 
 KERNEL = """
