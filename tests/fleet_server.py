@@ -8,11 +8,14 @@ python -m tests.fleet_server            reads lines of JSON from stdin, and answ
     {"do": "train", …}                                                 → {"pid": 123}     see tests/fleet_trainer.py
     {"do": "parameter server", "arguments": ["--port", …], "folder": …} → {"pid": 123}
                  with "environment", and "dies": push begins, push ends or pull: where it kills itself
+    {"do": "grpo", "arguments": [...], "folder": "/tmp/x", "dies": "comparing", "passes": 3}
+                 the trainer itself; it kills itself when it has come to a place of DEATHS so often
     {"do": "signal", "pid": 123, "number": 9}                          → {}
     {"do": "wait", "pid": 123}                                         → {"status": -9}   when it has ended
 
 `start` may also name the `address` of the server, the bytes of a `bucket`, its `model` (a folder
-with a config.json), its `device`, its `dtype` and its report of `deterministic` mode.
+with a config.json), its `device`, its `dtype` and its report of `deterministic` mode; one that `samples` is in that mode
+(tests/exact_sampler.py).
 
 A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST
 /test/fault {"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens
@@ -239,6 +242,7 @@ async def _serve(
     dtype: str = "float32",
     trip: Trip | None = None,
     deterministic: dict[str, Any] | None = None,
+    samples: bool = False,
 ) -> None:
     import uvicorn
     from fastapi import FastAPI
@@ -261,6 +265,10 @@ async def _serve(
     service.weights = lambda: (bridge.state.weight_version, bridge.state.weight_epoch)
     app = FastAPI()
     app.include_router(make_router(service))
+    if samples:
+        from tests.exact_sampler import add_sampling
+
+        add_sampling(app, service, engine, worker.model, CONFIG)
 
     @app.get("/test")
     async def seen() -> dict[str, Any]:
@@ -307,7 +315,7 @@ def _be_server(told: dict[str, Any]) -> None:
 
         updater = receiving.WeightUpdater
         updater.__init__ = partialmethod(updater.__init__, bucket_bytes=bucket)  # type: ignore[assignment]
-    names = ("address", "device", "dtype", "deterministic")
+    names = ("address", "device", "dtype", "deterministic", "samples")
     chosen = {key: told[key] for key in names if key in told}
     trip = Trip() if told.get("traced") else None
     with trip.traced() if trip is not None else nullcontext():
@@ -347,6 +355,41 @@ def _be_parameter_server(told: dict[str, Any]) -> None:
     os._exit(run(lambda stop: serve(options, stop)))
 
 
+DEATHS = {
+    "comparing": ("example_trainer.deterministic.parity", "ParityCheck.compare"),
+    "sending": ("example_trainer.weight_bridge.stream", "WeightStream.send"),
+    "committing": ("example_trainer.weight_bridge.server", "BridgeServer.commit"),
+    "saving": ("example_trainer.training.checkpoints", "put_in_place"),
+}
+"""Place where a trainer may kill itself -> the function that it enters then."""
+
+
+def _be_grpo(told: dict[str, Any]) -> None:
+    """Run grpo.py, which may die in the middle of a step by SIGKILL."""
+    from example_trainer import grpo
+    from example_trainer.command_line import parse_config
+    from example_trainer.process import run
+
+    _log_into(Path(told["folder"]) / "trainer.log")
+    if place := told.get("dies"):
+        module, name = DEATHS[place]
+        owner: Any = importlib.import_module(module)
+        *path, last = name.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        real, left = getattr(owner, last), [int(told["passes"])]
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+
+        setattr(owner, last, counted)
+    config = parse_config(told["arguments"])
+    os._exit(run(lambda stop: grpo.train(config, stop)))
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent, of this id, has died, however that was."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -376,7 +419,12 @@ def main() -> None:
         "uvicorn.protocols.websockets.auto",
     ):
         importlib.import_module(module)
-    roles = {"start": _be_server, "train": _be_trainer, "parameter server": _be_parameter_server}
+    roles = {
+        "start": _be_server,
+        "train": _be_trainer,
+        "parameter server": _be_parameter_server,
+        "grpo": _be_grpo,
+    }
     children: set[int] = set()
     for line in sys.stdin:
         told = json.loads(line)

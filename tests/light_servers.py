@@ -89,6 +89,7 @@ class LightServer:
         timeout: seconds that the steps of an update may take.
         device: where its weights are.
         deterministic: its report of deterministic mode.
+        samples: it is in deterministic mode, and answers POST /test/sample.
         traced: it records the files that its calls enter, for POST /test/trip.
     """
 
@@ -102,6 +103,7 @@ class LightServer:
     device: str = "cpu"
     traced: bool = False
     deterministic: dict[str, Any] | None = None
+    samples: bool = False
     pid: int = 0
 
     @property
@@ -116,6 +118,7 @@ class LightServer:
         told: dict[str, Any] = {"port": self.port, "address": self.address, "device": self.device}
         told |= {"folder": str(self.starter.folder), "bucket": self.bucket}
         told |= {"traced": self.traced, "deterministic": self.deterministic}
+        told |= {"samples": self.samples}
         shapes = {} if self.model is None else {"model": str(self.model)}
         self.pid = self.starter.tell(do="start", timeout=self.timeout, **told, **shapes)["pid"]
         until(lambda: self.get("/weights") is not None)

@@ -1,0 +1,85 @@
+"""Sampling for a light server in deterministic mode: its answers have the bits of the trainer's
+forward pass on a CPU, whatever else is sampled, and depend on the weights and the seed alone.
+
+A server of tests/fleet_server.py that is started with `samples` answers POST /test/sample
+{"prompt": [5, 1], "count": 4, "length": 6, "seed": 3} with `tokens` and `logprobs` of each answer,
+and the weights that sampled all of them: `version` and `epoch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import torch
+from fastapi import Body, FastAPI
+
+from example_trainer.deterministic.pairing import deterministic_decoder, model_provenance
+from example_trainer.models import Decoder
+from example_trainer.models.packing import Packing
+from vllm_patching.server.routes import LockstepService
+from vllm_patching.weights.families import Geometry
+
+PAUSED_SECONDS = 0.01
+
+
+class Sampler:
+    """Samples with the weights of a server's model, wherever they are now.
+
+    Args:
+        model: the server's; its parameters are the decoder's.
+        config: of the checkpoint.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: dict[str, Any]) -> None:
+        self.model = model
+        self.decoder: Decoder = deterministic_decoder(Geometry.from_config(config), torch.float32)
+
+    def report(self) -> dict[str, Any]:
+        """The report of deterministic mode, as the self-test's."""
+        kernels = model_provenance(self.decoder)
+        table = kernels.pop("rotary_table")
+        return {"provenance": kernels, "rotary_table": table, "checks": 0, "seconds": 0.0}
+
+    @torch.no_grad()
+    def sample(self, prompt: list[int], count: int, length: int, seed: int) -> dict[str, Any]:
+        """Sample answers to one prompt together."""
+        held = dict(self.model.named_parameters())
+        for name, parameter in self.decoder.named_parameters():
+            parameter.data = held[name].data.narrow(0, 0, parameter.shape[0])
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.tensor([prompt] * count)
+        logprobs = []
+        for _ in range(length):
+            hidden = self.decoder(rows.flatten(), Packing([rows.shape[1]] * count))
+            last = hidden.view(count, rows.shape[1], -1)[:, -1]
+            weights = self._logits(last).double().softmax(-1)
+            chosen = torch.multinomial(weights, 1, generator=generator)
+            ones = Packing([1] * count)
+            logprobs.append(self.decoder.chosen_logprobs(last, chosen[:, 0], ones)[0])
+            rows = torch.cat([rows, chosen], dim=1)
+        answers = rows[:, len(prompt) :]
+        return {"tokens": answers.tolist(), "logprobs": torch.stack(logprobs, dim=1).tolist()}
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        ops = self.decoder.arithmetic.ops
+        return ops.linear(hidden, self.decoder.output_weight)  # type: ignore[no-any-return]
+
+
+def add_sampling(
+    app: FastAPI, service: LockstepService, engine: Any, model: Any, config: dict[str, Any]
+) -> None:
+    """Put a light server into deterministic mode, and have it sample."""
+    sampler = Sampler(model, config)
+    service.deterministic = sampler.report()
+
+    @app.post("/test/sample")
+    async def sample(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+        while True:
+            before = service.weights()
+            if engine.paused or not service.weights_served()["serving"]:
+                await asyncio.sleep(PAUSED_SECONDS)
+                continue
+            answer: dict[str, Any] = await engine.on_main(lambda: sampler.sample(**body))
+            if service.weights() == before and not engine.paused:
+                return answer | {"version": before[0], "epoch": before[1]}
