@@ -22,7 +22,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from example_trainer.launcher import roles
 from tests.conftest import Processes
-from tests.light_servers import SOON, LightServer, Starter
+from tests.light_servers import SOON, LightServer, Starter, until
 from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
@@ -132,6 +132,8 @@ class Stack:
             for number, (place, passes) in enumerate(deaths):
                 resume = ["--resume", "auto"] if number else []
                 assert self.train(folder, [*words, *resume], dies=place, passes=passes) == -9
+                # An update of a dead trainer ends when the server has noticed the death.
+                until(lambda: server.state()["target_version"] is None)
             resume = ["--resume", "auto"] if deaths else []
             log = folder / "trainer.log"
             assert self.train(folder, [*words, *resume]) == 0, log.read_text()[-3000:]

@@ -5,6 +5,7 @@ values of two equal runs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from tests.example_trainer.deterministic.training import (
     train,
 )
 from tests.http_server import Answer, HttpServer, Request
+from vllm_patching.batch_invariant import reference
 from vllm_patching.batch_invariant.plan import ENTRY, SumPlan
 from vllm_patching.weights.families import RopeScaling
 
@@ -95,6 +97,49 @@ def test_one_bit_of_one_token_stops_the_run_before_the_step(tmp_path: Path) -> N
     assert weights_sha(optimizer.masters) == before
     assert optimizer.sums is not None
     assert optimizer.sums.take() == {}
+
+
+def in_float64(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Another kernel for the same operation: exact to more digits, then rounded."""
+
+    def other(*arguments: Any) -> Any:
+        wide = [
+            one.double() if isinstance(one, Tensor) and one.is_floating_point() else one
+            for one in arguments
+        ]
+        outcome = kernel(*wide)
+        if isinstance(outcome, Tensor):
+            return outcome.float()
+        return tuple(one.float() for one in outcome)
+
+    return other
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["linear", "rms_norm", "rotary_embedding", "silu_and_mul", "attention_varlen", "log_sum_exp"],
+)
+def test_one_other_kernel_on_the_trainers_side_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The negative control: what is sampled with the shared kernels differs from this trainer."""
+    model, options = decoder_for("cpu"), config(tmp_path)
+    optimizer = make_optimizer(options, model)
+    before = weights_sha(optimizer.masters)
+    packed = bins(rollouts(model, 1, 0), tokens=1000)
+    objective, stop = make_objective(options), StopSignal()
+
+    def step() -> None:
+        parity = ParityCheck(KERNELS, KERNELS)
+        guarded_step(model, optimizer, [packed], options, objective, stop, parity=parity)
+
+    with monkeypatch.context() as swapped:
+        swapped.setattr(reference, name, in_float64(getattr(reference, name)))
+        with pytest.raises(ParityError, match=r"tokens of a microbatch differ .* by up to \d"):
+            step()
+    assert weights_sha(optimizer.masters) == before
+    step()
+    assert weights_sha(optimizer.masters) != before
 
 
 def test_without_stopping_differences_are_counted_and_measured(tmp_path: Path) -> None:
