@@ -60,7 +60,7 @@ class Choose(Protocol):
 
 
 class Arithmetic:
-    """How a model computes; all its modules share one.
+    """The arithmetic of a model; all its modules share one.
 
     Attributes:
         ops: the operations.
@@ -432,7 +432,7 @@ class Decoder(nn.Module):
     """
 
     reaches_some = False
-    """Whether a backward pass may leave parameters without a gradient."""
+    """True if a backward pass may leave parameters without a gradient."""
 
     def __init__(
         self,

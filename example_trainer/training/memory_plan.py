@@ -140,6 +140,7 @@ class MemoryRequest:
             num_heads=g.num_heads // ranks,
             num_kv_heads=max(1, g.num_kv_heads // ranks),
             intermediate_size=g.intermediate_size // ranks,
+            moe_intermediate_size=g.moe_intermediate_size // ranks,
         )
 
     @property
@@ -198,14 +199,14 @@ def quantised_count(geometry: Geometry, spread: bool) -> int:
 
 @functools.lru_cache
 def layer_parameter_count(geometry: Geometry) -> int:
-    """Elements of one layer's parameters: one unit of FSDP2."""
+    """Elements of the parameters of the largest layer: one unit of FSDP2."""
     if isinstance(geometry, TransformersGeometry):
         return geometry.largest_layer
-    return _count(
-        parameter
-        for name, parameter in parameters(geometry).items()
-        if name.startswith("model.layers.0.")
-    )
+    sizes = [0] * geometry.num_layers
+    for name, parameter in parameters(geometry).items():
+        if name.startswith("model.layers."):
+            sizes[int(name.split(".")[2])] += parameter.size
+    return max(sizes)
 
 
 @functools.lru_cache
@@ -244,6 +245,7 @@ def layer_activation_bytes(
     lora: tuple[int, Sequence[str]] | None = None,
     table: Table = "reference",
     share_prefixes: bool = False,
+    sparse: bool = False,
 ) -> int:
     """Bytes that one layer keeps for its backward pass, for each token.
 
@@ -265,12 +267,16 @@ def layer_activation_bytes(
     A norm behind a step keeps its input alone. The fast table also keeps the inputs of a norm over
     all heads, and gelu(gate).
 
+    A sparse layer has experts in place of the MLP; see `_experts_bytes`.
+
     Under adapters the reference keeps nothing for frozen weights: not what norms have scaled, and
     the inputs of those projections alone that have an adapter. Every table keeps the adapters'
     inner values.
     """
     g, s = geometry, itemsize
     rank, targets = lora or (0, PROJECTIONS)
+    if sparse:  # the experts have no adapters
+        targets = [name for name in targets if name not in _OF_MLPS]
     total: float = (
         s * (g.q_size + 2 * g.kv_size)
         + s * (g.q_size + g.kv_size)
@@ -279,25 +285,60 @@ def layer_activation_bytes(
     )
     if share_prefixes:
         total += s * (2 * SEEN_PER_TOKEN - 1) * g.kv_size
-    norms = _norms(g)
     if table == "reference":
-        scaled = FLOAT32 * (not lora)
-        before_attention, before_mlp = (
-            {"q_proj", "k_proj", "v_proj"} & set(targets),
-            {"gate_proj", "up_proj"} & set(targets),
-        )
-        total += norms * (FLOAT32 + scaled + FLOAT32 / g.hidden_size) * g.hidden_size
-        total += s * g.hidden_size * (bool(before_attention) + bool(before_mlp)) + s * g.head_dim
-        if g.qk_norm:
-            copied = FLOAT32 * (s < FLOAT32)
-            total += (copied + scaled) * (g.q_size + g.kv_size) + FLOAT32 * (
-                g.num_heads + g.num_kv_heads
-            )
-        total += s * g.q_size * ("o_proj" in targets)
-        total += s * g.intermediate_size * (3 + ("down_proj" in targets))
+        total += _reference_bytes(g, s, bool(lora), frozenset(targets), sparse)
     else:
-        total += s * ((2 + norms) * g.hidden_size + 3 * g.intermediate_size + _kept_by_torch(g))
+        inner = 3 * g.intermediate_size * (not sparse)
+        total += s * ((2 + _norms(g)) * g.hidden_size + inner + _kept_by_torch(g))
+    if sparse:
+        total += _experts_bytes(g, s, table, bool(lora))
     return int(total) + s * rank * len(targets)
+
+
+def _reference_bytes(
+    g: Geometry, s: int, adapters: bool, targets: frozenset[str], sparse: bool
+) -> float:
+    """Bytes that the reference keeps for its MLP, and otherwise than the other tables; see
+    layer_activation_bytes.
+    """
+    scaled = FLOAT32 * (not adapters)
+    total: float = _norms(g) * (FLOAT32 + scaled + FLOAT32 / g.hidden_size) * g.hidden_size
+    inputs = int(not targets.isdisjoint({"q_proj", "k_proj", "v_proj"}))
+    inputs += not targets.isdisjoint({"gate_proj", "up_proj"}) or (sparse and not adapters)
+    total += s * g.hidden_size * inputs + s * g.head_dim
+    if g.qk_norm:
+        copied = FLOAT32 * (s < FLOAT32)
+        total += (copied + scaled) * (g.q_size + g.kv_size)
+        total += FLOAT32 * (g.num_heads + g.num_kv_heads)
+    total += s * g.q_size * ("o_proj" in targets)
+    if not sparse:
+        total += s * g.intermediate_size * (3 + ("down_proj" in targets))
+    return total
+
+
+_OF_MLPS = frozenset(("gate_proj", "up_proj", "gate_up_proj", "down_proj"))
+
+
+def _experts_bytes(g: Geometry, s: int, table: Table, adapters: bool) -> int:
+    """Bytes that the router and the experts of a layer keep for each token.
+
+    With E experts, of which k compute a token, and I their inner width:
+
+                         fast, invariant         reference
+        router           s · E                   4 · E                   the logits; their softmax
+        choice           28 · k                  36 · k                  weights, and int64 numbers, their order and places
+        experts          2 · s · k · I           s · k · (H + 4 · I)     outputs of gate and up projection; the rows, as an MLP
+        sum              none                    4 · k · H               the rows in float32
+
+    Under adapters the reference keeps no inputs of the experts' matrices.
+    """
+    k, inner, hidden = g.experts_per_token, g.moe_intermediate_size, g.hidden_size
+    if table != "reference":
+        return s * g.num_experts + k * (28 + 2 * s * inner)
+    rows = 3 * inner
+    if not adapters:
+        rows += hidden + inner
+    return FLOAT32 * g.num_experts + k * (36 + FLOAT32 * hidden + s * rows)
 
 
 def _norms(g: Geometry) -> int:
@@ -314,10 +355,32 @@ def _kept_by_torch(g: Geometry) -> int:
     return joint_norms + g.intermediate_size * (family.activation != "silu")
 
 
-def _layer_bytes(request: MemoryRequest) -> int:
-    return layer_activation_bytes(
-        request.local, request.dtype.itemsize, request.lora, request.table, request.share_prefixes
-    )
+def _layer_bytes(request: MemoryRequest) -> tuple[int, int]:
+    """Bytes that the layers keep for each token: all of them, and the one that keeps most."""
+    g = request.local
+    of_kind = [
+        layer_activation_bytes(
+            g, request.dtype.itemsize, request.lora, request.table, request.share_prefixes, sparse
+        )
+        for sparse in (False, True)
+    ]
+    sparse = len(g.sparse_layers)
+    dense = g.num_layers - sparse
+    largest = max(bytes_ for bytes_, count in zip(of_kind, (dense, sparse), strict=True) if count)
+    return dense * of_kind[0] + sparse * of_kind[1], largest
+
+
+def _flight(g: Geometry, table: Table) -> int:
+    """Elements of the dtype for each token that the backward pass of a layer's MLP needs at once.
+
+    Beside the gradients of the two factors, experts need rows of the gradient, gathered for each
+    choice, and the inner values times the weights.
+    """
+    dense = 2 * g.intermediate_size * (len(g.sparse_layers) < g.num_layers)
+    rows = g.hidden_size + 4 * g.moe_intermediate_size
+    if table == "reference":  # it drops what it kept of the rows as it goes back
+        rows = 2 * g.moe_intermediate_size
+    return max(dense, g.experts_per_token * rows)
 
 
 def kept_activation_bytes(request: MemoryRequest) -> int:
@@ -330,12 +393,12 @@ def kept_activation_bytes(request: MemoryRequest) -> int:
     if request.activations is not None:
         inputs, recomputed = s * g.hidden_size, request.gradient_checkpointing
         return request.activations.kept(request.tokens, inputs, recomputed)
-    layer, norm = _layer_bytes(request), s
+    layers, norm = _layer_bytes(request)[0], s
     if request.gradient_checkpointing:
-        layer = 2 * s * g.hidden_size
+        layers = g.num_layers * 2 * s * g.hidden_size
     if request.table == "reference":
         norm = FLOAT32 * (1 + (not request.lora))
-    return request.tokens * (g.num_layers * layer + (norm + s) * g.hidden_size)
+    return request.tokens * (layers + (norm + s) * g.hidden_size)
 
 
 def backward_activation_bytes(request: MemoryRequest) -> int:
@@ -353,12 +416,11 @@ def backward_activation_bytes(request: MemoryRequest) -> int:
         again = 1 + request.gradient_checkpointing
         largest = request.activations.largest(request.tokens)
         return kept_activation_bytes(request) + again * largest
-    layer = _layer_bytes(request)
-    kept = g.num_layers * layer
+    kept, largest = _layer_bytes(request)
     if request.gradient_checkpointing:
-        kept = g.num_layers * 2 * s * g.hidden_size + layer
+        kept = g.num_layers * 2 * s * g.hidden_size + largest
     copied = FLOAT32 * bool(request.lora and s < FLOAT32)
-    flight = 2 * s * g.intermediate_size + (2 * s + copied) * g.hidden_size
+    flight = s * _flight(g, request.table) + (2 * s + copied) * g.hidden_size
     return request.tokens * (kept + flight)
 
 

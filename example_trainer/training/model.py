@@ -175,6 +175,8 @@ def fitted_to_model(config: TrainerConfig, ranks: int = 1) -> TrainerConfig:
     _require_experts(config, geometry)
     require_expert_parallel(config.expert_parallel, ranks, geometry)
     if geometry.architecture in FAMILIES:
+        if config.lora is not None:
+            config.lora.of_model(geometry)  # raises now, and not after the weights are read
         return config
     needs = {
         "--deterministic": (config.deterministic, "leave it out, or take a model of these"),

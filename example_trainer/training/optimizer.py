@@ -206,6 +206,8 @@ def cut(shapes: Mapping[str, Sequence[int]], offsets: Mapping[str, int], most: i
     for name, shape in shapes.items():
         rows, width = shape[0], math.prod(shape[1:])
         step = _ALIGNED * max(1, most // (_ALIGNED * max(1, width)))
+        if _ALIGNED * width > most and width % QUANTISED_BLOCK == 0:
+            step = max(1, most // width)  # stacked matrices, each of whole blocks
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             first, last = offsets[name] + start * width, offsets[name] + stop * width

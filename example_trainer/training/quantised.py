@@ -47,16 +47,20 @@ def can_be_quantised(shape: Sequence[int], spread: bool = False) -> bool:
     Args:
         spread: whether ranks hold parts of it.
     """
-    if len(shape) != 2 or math.prod(shape) < _LEAST_ELEMENTS:
+    if len(shape) < 2 or math.prod(shape) < _LEAST_ELEMENTS:
         return False
-    rows = rows_of_blocks(shape[1])
+    rows = rows_of_blocks(math.prod(shape[1:]))
     return rows <= (1 if spread else 16) and shape[0] % rows == 0
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape of the scales of a matrix: a row for each group of rows that are whole blocks."""
-    rows = rows_of_blocks(shape[1])
-    return shape[0] // rows, rows * shape[1] // QUANTISED_BLOCK
+    """The shape of the scales of a matrix: a row for each group of rows that are whole blocks.
+
+    Of stacked matrices each one counts as a row.
+    """
+    width = math.prod(shape[1:])
+    rows = rows_of_blocks(width)
+    return shape[0] // rows, rows * width // QUANTISED_BLOCK
 
 
 @functools.cache

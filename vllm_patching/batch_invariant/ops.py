@@ -344,6 +344,7 @@ def mix(
     assigned = assign(chosen, w13.shape[0])
     rows = x.index_select(0, assigned.order // chosen.shape[1])
     inner = expert_linear(rows, w13, assigned.ends)
+    del rows  # its memory is needed for the outputs
     outputs = expert_linear(gated(inner), w2, assigned.ends)
     return Mixed(weighted_sum(outputs, assigned.places, weights), inner, assigned)
 

@@ -1,12 +1,14 @@
-"""What a LoRA adapter is, as far as options say it. Imports no torch."""
+"""The shape of a LoRA adapter, as the options give it. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from example_trainer.errors import ModelError
 from vllm_patching.weights.families import PROJECTIONS, Geometry, adapted_projections
 
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"
 """PEFT's name for all of them."""
 
@@ -29,11 +31,23 @@ class LoraSettings:
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied by."""
+        """The factor of B A x."""
         return self.alpha / self.rank
 
     def of_model(self, geometry: Geometry) -> LoraSettings:
-        """The same settings with the model's own names of its projections."""
+        """The same settings with the model's own names of its projections.
+
+        Raises:
+            ModelError: some of the projections have no adapters in this model, and not all of the
+                table are asked for.
+        """
+        own = adapted_projections(geometry, PROJECTIONS)
+        absent = [name for name in self.targets if name in _OF_EXPERTS and name not in own]
+        if geometry.num_experts and absent and set(self.targets) != {*PROJECTIONS}:
+            raise ModelError(
+                f"--lora-target-modules {', '.join(absent)}: experts have no adapters; give "
+                f"{ALL_LINEAR}, which leaves them as they are, or some of {', '.join(own)}"
+            )
         return replace(self, targets=adapted_projections(geometry, self.targets))
 
 

@@ -24,7 +24,7 @@ from vllm_patching.weights.families import Geometry
 
 
 class Operations(Protocol):
-    """What a table has. NAME is what logs and errors call it."""
+    """The functions of a table. Logs and errors call it NAME."""
 
     NAME: str
 

@@ -26,6 +26,7 @@ from example_trainer.observe.perf import (
     peak_rate,
     step_flops,
 )
+from tests.geometries import geometry_of
 from vllm_patching.weights.families import Geometry
 
 
@@ -149,6 +150,13 @@ def test_a_known_model_by_hand() -> None:
     pairs = 512 * 513 // 2
     expected = 6 * 512 * 1_409_286_144 + 6 * 409 * 2048 * 151_936 + 12 * 28 * 2048 * pairs
     assert step_flops(QWEN3_1_7B, 512, 409, pairs) == expected
+
+
+def test_a_token_is_multiplied_with_its_experts_alone() -> None:
+    mixture = geometry_of("Qwen3Moe", 2, 64, 160, 4, 2, 16, 97, mlp_only_layers=[0])
+    attention = 64 * (64 + 2 * 32) + 64 * 64
+    # Of 4 experts of width 160 each token has 2; the router's matrix has 4 rows.
+    assert matrix_elements(mixture) == 2 * attention + 3 * 64 * 160 * (1 + 2) + 4 * 64
 
 
 def test_what_torch_counts_in_transformers() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from example_trainer.weight_bridge.stream import HANDED_BYTES, Cuts, SendPlan, W
 from tests.example_trainer.training.memory_cases import geometry, qwen_14b, request
 from vllm_patching.protocol.manifest import BUCKET_BYTES, Manifest, ManifestEntry
 from vllm_patching.protocol.messages import Route
-from vllm_patching.weights.families import PROJECTIONS, Geometry
+from vllm_patching.weights.families import FAMILIES, PROJECTIONS, Geometry
 from vllm_patching.weights.sharding import plan_shards
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,7 +67,19 @@ def test_adapters_are_small() -> None:
     assert items["float32 masters"] == 4 * 4 * 16 * 512
 
 
-KINDS = {"qwen3": {}, "llama": {"qk_norm": False}, "qwen2": {"qk_norm": False, "qkv_bias": True}}
+MIXTURE = {
+    "architecture": "Qwen3MoeForCausalLM",
+    "num_experts": 8,
+    "experts_per_token": 3,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {"qk_norm": False},
+    "qwen2": {"qk_norm": False, "qkv_bias": True},
+    "mixture": MIXTURE,
+}
 ADAPTERS = {
     "every weight": None,
     "adapters": (8, PROJECTIONS),
@@ -79,13 +92,16 @@ ADAPTERS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_layer_keeps_what_autograd_keeps(
-    kind: str, dtype: torch.dtype, adapters: str, table: Table
+    kind: str, dtype: torch.dtype, adapters: str, table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted over every tensor that is saved for the backward pass, the second of two depths taken
     off. The fast table runs on GPUs alone; it keeps what the invariant one does."""
     lora = ADAPTERS[adapters]
     if table == "invariant" and lora:
         pytest.skip("adapters are not trained deterministically")
+    if kind == "mixture":  # counted, whether or not a server has this mode for it
+        name = MIXTURE["architecture"]
+        monkeypatch.setitem(FAMILIES, name, replace(FAMILIES[name], no_determinism=""))
 
     def kept(layers: int) -> int:
         ops = choose_operations(CPU, dtype, deterministic=table == "invariant")
@@ -112,26 +128,26 @@ def test_a_layer_keeps_what_autograd_keeps(
 
     measured = (kept(4) - kept(2)) / 2 / 64
     assert layer_activation_bytes(
-        geometry(**KINDS[kind]), dtype.itemsize, lora, table
+        geometry(**KINDS[kind]), dtype.itemsize, lora, table, sparse=kind == "mixture"
     ) == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("tied", "adapters"),
-    [(True, False), (False, False), (False, True)],
-    ids=["tied", "untied", "adapters"],
+    ("tied", "adapters", "mixture"),
+    [(True, False, False), (False, False, False), (False, True, False), (False, False, True)],
+    ids=["tied", "untied", "adapters", "mixture"],
 )
 @pytest.mark.parametrize(
     "checkpointing", [False, True], ids=["activations kept", "gradient checkpointing"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_plan_is_what_is_alive_at_the_worst_moment(
-    dtype: torch.dtype, checkpointing: bool, tied: bool, adapters: bool
+    dtype: torch.dtype, checkpointing: bool, tied: bool, adapters: bool, mixture: bool
 ) -> None:
     """Every tensor that is alive after each operation of a step is counted. Small, since a
     processor without bfloat16 takes seconds for its products; there are as many tokens for a weight
     as in the other tests."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,
         "intermediate_size": 192,
@@ -139,6 +155,8 @@ def test_the_plan_is_what_is_alive_at_the_worst_moment(
         "num_kv_heads": 1,
         "head_dim": 32,
     }
+    if mixture:
+        sizes |= MIXTURE | {"moe_intermediate_size": 64, "dense_layers": frozenset([1])}
     shape = geometry(num_layers=3, max_positions=64, tie_word_embeddings=tied, **sizes)
     asked = request(
         geometry=shape, dtype=dtype, tokens_per_microbatch=128, seq_len=64, gradient_checkpointing=checkpointing,

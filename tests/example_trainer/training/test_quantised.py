@@ -32,8 +32,8 @@ from example_trainer.training.quantised import (
 
 
 class Net(nn.Module):
-    """An embedding whose blocks span rows, a matrix whose rows are blocks, a vector and a matrix
-    too small for 8 bits.
+    """An embedding whose blocks span rows, a matrix whose rows are blocks, stacked matrices, a
+    vector and a matrix too small for 8 bits.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 3) -> None:
@@ -41,14 +41,16 @@ class Net(nn.Module):
         torch.manual_seed(seed)
         self.embed = nn.Embedding(128, 96, dtype=dtype)
         self.inner = nn.Linear(256, 96, dtype=dtype)
+        self.experts = nn.Parameter(torch.randn(3, 96, 32, dtype=dtype) * 0.05)
         self.small = nn.Linear(96, 5, bias=False, dtype=dtype)
 
     def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
-        found: Tensor = self.small(torch.tanh(self.embed(tokens) + self.inner(x)))
+        mixed = torch.einsum("eoi,bi->bo", self.experts, x[:, :32])
+        found: Tensor = self.small(torch.tanh(self.embed(tokens) + self.inner(x) + mixed))
         return found
 
 
-IN_8_BITS = {"embed.weight", "inner.weight"}
+IN_8_BITS = {"embed.weight", "inner.weight", "experts"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -91,7 +93,9 @@ def shapes_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
         ((64, 100), False, False),
         ((15, 256), False, False),
         ((4096,), False, False),
-        ((4, 4, 256), False, False),
+        ((4, 4, 256), True, True),
+        ((64, 4, 16), True, False),
+        ((3, 5, 300), False, False),
     ],
 )
 def test_matrices_of_whole_blocks_have_8_bits(
@@ -201,7 +205,7 @@ def test_an_update_is_adamw_whose_moments_are_rounded_after_it(
                 first, second = (before[f"{moment}.{name}"].double() for moment in MOMENTS)
             first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient.square()
             root = (second / (1 - 0.99**step)).sqrt() + 1e-7
-            held = decay if gradient.dim() == 2 else 0.0
+            held = decay if gradient.dim() >= 2 else 0.0
             expected = master * (1 - lr * held) - lr * first / (1 - 0.9**step) / root
             torch.testing.assert_close(
                 after[f"master.{name}"].double(), expected, rtol=1e-5, atol=1e-4 * lr, msg=name
@@ -342,7 +346,7 @@ def test_moments_of_the_other_optimizer_are_converted_with_a_warning(
     state = state_of(source)
     small.load_state(shapes_of(state), state.__getitem__, steps=3)
     assert (
-        "The saved moments of 2 parameters, such as embed.weight, were converted to 8 bits (--optimizer)"
+        "The saved moments of 3 parameters, such as experts, were converted to 8 bits (--optimizer)"
         in caplog.text
     )
     caplog.clear()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-from example_trainer.errors import CheckpointError
+from example_trainer.errors import CheckpointError, ModelError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.lora.layers import adapters_of, attach_adapters
 from example_trainer.models.lora.peft_format import AdapterWriter, check_same_adapter, peft_name
 from example_trainer.models.lora.settings import LoraSettings
+from tests.geometries import geometry_of
 from vllm_patching.protocol.checksum import WeightSummary
 from vllm_patching.transport.adapter_file import (
     CONFIG_FILE,
@@ -63,6 +67,11 @@ FAMILIES = {
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES, **NO_SPECIAL_TOKENS)),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **NO_SPECIAL_TOKENS, head_dim=8)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, **NO_SPECIAL_TOKENS)),
+    "qwen3moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+        )
+    ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
 }
 TOKENS = torch.arange(20).reshape(2, 10) % 31
@@ -98,6 +107,8 @@ def test_peft_loads_it_and_computes_the_same(
 ) -> None:
     from peft import PeftModel
 
+    if geometry(base).num_experts and targets != PROJECTIONS:
+        targets = ("v_proj", "o_proj")
     settings = LoraSettings(4, 6.0, 0.1, targets)
     model = adapted(base, settings)
     AdapterWriter(model, settings, str(base)).write(tmp_path / "adapter")
@@ -113,12 +124,30 @@ def test_peft_loads_it_and_computes_the_same(
     )
 
 
+def test_adapters_on_experts_are_refused_in_one_line() -> None:
+    mixture = geometry_of("Qwen3Moe", 2, 16, 24, 4, 2, 8, 31)
+    line = (
+        "--lora-target-modules up_proj, down_proj: experts have no adapters; give all-linear, "
+        "which leaves them as they are, or some of q_proj, k_proj, v_proj, o_proj"
+    )
+    targets = ("q_proj", "up_proj", "down_proj")
+    with pytest.raises(ModelError, match=f"^{line}$"):
+        replace(SETTINGS, targets=targets).of_model(mixture)
+    assert SETTINGS.of_model(mixture).targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    # A layer without experts has an MLP, whose projections can have adapters.
+    partly = geometry_of("Qwen3Moe", 2, 16, 24, 4, 2, 8, 31, mlp_only_layers=[0])
+    assert replace(SETTINGS, targets=targets).of_model(partly).targets == targets
+
+
 def test_the_server_reads_what_peft_saves(base: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
+    targets: str | list[str] = "all-linear"
+    if geometry(base).num_experts:
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     peft = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base),
-        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
+        LoraConfig(r=4, lora_alpha=8, target_modules=targets),
     )
     peft.save_pretrained(tmp_path)
     file = open_adapter(tmp_path, geometry(base), max_rank=4)
@@ -274,7 +303,7 @@ def test_every_projection_of_the_model_has_its_shape(base: Path) -> None:
     shapes = {
         name.removesuffix(".weight"): tuple(t.shape)[::-1]
         for name, t in weights.items()
-        if "_proj.weight" in name
+        if "_proj.weight" in name and ".experts." not in name
     }
     assert expected_shapes(geometry(base)) == shapes
 
