@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Keys of config.json, by the first part of the configuration class's name."""
+
+
+STAND_IN = Path(__file__).parent / "without_images"
+"""A package with torchvision's name, which models that read images are imported with."""
+
+
+def without_images() -> dict[str, str]:
+    """Variables with which the stand-in is imported, if torchvision is not installed."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join((str(STAND_IN), os.environ.get("PYTHONPATH", "")))}
 
 
 def make_model(name: str, folder: Path, seed: int = 0, **keys: Any) -> dict[str, torch.Tensor]:

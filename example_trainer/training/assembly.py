@@ -47,6 +47,7 @@ from example_trainer.training.runs import SavedStep, Start, agreed_start, mark_r
 from example_trainer.training.step import make_objective
 from example_trainer.training.trainer import Trainer
 from example_trainer.weight_bridge.base import WeightBridge
+from example_trainer.weight_bridge.checkpoint_sources import frozen_sources
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs, require_fitting_logprobs
 from example_trainer.weight_bridge.server import planned_shapes
@@ -204,6 +205,7 @@ def agreed_arithmetic(
     serving = bridge.serving_dtype()
     dtype = choose_dtype(config, serving, device, bridge.converts)
     geometry = read_geometry(find_checkpoint(config.model_name))[0]
+    bridge.may_lack = frozen_sources(geometry)
     bridge.require_shapes(planned_shapes(geometry, dtype))
     if serving is not None:
         check_logprobs(config, ranks)  # repeated when all servers have joined

@@ -76,6 +76,8 @@ class WeightBridge(ABC):
     """Number of the model's parameters that the bridge delivers. Equal to params_total once
     connected."""
     params_total: int = 0
+    may_lack: frozenset[str] = frozenset()
+    """Tensors that are not trained: a server without them gets the others."""
     joins: int = 0
     """Number of joins. It grows when a server was restarted, which may then run with other options.
     The same number on every rank."""

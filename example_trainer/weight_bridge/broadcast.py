@@ -20,6 +20,7 @@ import torch
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights
+from example_trainer.weight_bridge.checkpoint_sources import frozen_sources
 from example_trainer.weight_bridge.fleet import Fleet, not_good, table
 from example_trainer.weight_bridge.fleet_updates import (
     Board,
@@ -34,7 +35,9 @@ from example_trainer.weight_bridge.server import (
     BridgeServer,
     ParameterServer,
     Shapes,
+    as_held,
     as_served,
+    manifests_of,
     require_finite,
     require_layout,
     served_dtype,
@@ -167,7 +170,8 @@ class BroadcastBridge(WeightBridge):
 
     def require_shapes(self, shapes: Shapes) -> None:
         for manifests in self._manifests.values():
-            require_layout(manifests, as_served(shapes, manifests[0].entries[0].torch_dtype))
+            held = as_held(shapes, manifests, self.may_lack)
+            require_layout(manifests, as_served(held, manifests[0].entries[0].torch_dtype))
 
     def packs(self, device: torch.device) -> bool:
         own = [gpu_uuid(device)] * self._ranks.world_size
@@ -176,7 +180,10 @@ class BroadcastBridge(WeightBridge):
     def connect(self, model: torch.nn.Module) -> None:
         self._model, self._shapes = model, shapes_of(model)
         self._device = next(model.parameters()).device
-        self.params_total = len(self._shapes)
+        if geometry := getattr(model, "geometry", None):
+            self.may_lack = frozen_sources(geometry)
+        known = [manifest for ranks in self._manifests.values() for manifest in ranks]
+        self.params_total = len(as_held(self._shapes, known, self.may_lack))
         # Here and now, so that a port that is taken ends the start, not the first update.
         self._ranks.on_main("opening the rendezvous", self._open_store)
         own = self._ranks.gather(gpu_uuid(self._device), "naming the GPUs")
@@ -368,8 +375,9 @@ class BroadcastBridge(WeightBridge):
         return self._lines[group.layout]
 
     def _as_sent(self, info: dict[str, Any]) -> Shapes:
-        """Return the parameters in the dtype of the server of this /bridge/info."""
-        return as_served(self._shapes, served_dtype(info))
+        """Return the parameters that the server of this /bridge/info has, in its dtype."""
+        held = as_held(self._shapes, manifests_of(info), self.may_lack)
+        return as_served(held, served_dtype(info))
 
 
 def _lost(watch: Watch | None) -> Callable[[], str]:

@@ -62,6 +62,18 @@ def as_compared(geometry: Geometry, shapes: Shapes) -> Shapes:
     }
 
 
+def frozen_sources(geometry: Geometry) -> frozenset[str]:
+    """The checkpoint tensors that are not trained, such as a vision tower's; a server that serves
+    text alone has none of them.
+    """
+    return frozenset(
+        part.name
+        for parameter in parameters(geometry).values()
+        for part in parameter.tensors
+        if parameter.frozen
+    )
+
+
 def held_in(model: torch.nn.Module) -> Callable[[FlatSlice], FlatSlice]:
     """Return what names, for a slice of a checkpoint tensor, the trainer's own tensor."""
     geometry: Geometry | None = getattr(model, "geometry", None)

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -431,6 +432,24 @@ def as_served(shapes: Shapes, dtype: torch.dtype) -> Shapes:
     return {name: (shape, dtype_name(dtype)) for name, (shape, _) in shapes.items()}
 
 
+def as_held(
+    shapes: Shapes, manifests: Sequence[Manifest], may_lack: AbstractSet[str] = frozenset()
+) -> Shapes:
+    """The shapes without tensors of `may_lack` that none of these ranks has."""
+    served = served_names(manifests)
+    return {name: shape for name, shape in shapes.items() if name in served or name not in may_lack}
+
+
+def served_names(manifests: Sequence[Manifest]) -> set[str]:
+    """The names of the trainer's tensors that vLLM's ranks take."""
+    return {
+        name
+        for manifest in manifests
+        for entry in manifest.entries
+        for name, _ in sources(entry.shard)
+    }
+
+
 def require_layout(manifests: Sequence[Manifest], shapes: Shapes, server: str = "") -> None:
     """Compare the parameters of vLLM's ranks with the model's.
 
@@ -462,12 +481,6 @@ def check_layout(info: dict[str, Any], shapes: Shapes) -> int:
         BridgeError: names the parameters that differ and both values.
     """
     require_layout(manifests_of(info), shapes, f", which serves {info['model']}")
-    served = {
-        name
-        for manifest in manifests_of(info)
-        for entry in manifest.entries
-        for name, _ in sources(entry.shard)
-    }
-    mapped = len(served & shapes.keys())
+    mapped = len(served_names(manifests_of(info)) & shapes.keys())
     logger.info("[Bridge] Mapped %d/%d params from vLLM to trainer", mapped, len(shapes))
     return mapped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ from tests.e2e.conftest import (
     start_vllm,
     trainer_command,
 )
-from tests.tiny_models import CONFIGS, make_model
+from tests.tiny_models import CONFIGS, make_model, without_images
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
@@ -41,10 +42,16 @@ HEADS = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
 }
-FLAGS = {"DeepseekV3": ("--attention-backend", "CPU_MLA")}
-"""vLLM would choose a backend for bfloat16 on processors that have one."""
+IMAGES = {"Qwen2_5_VL": {"image_token_id": 298, "video_token_id": 299}}
+"""Keys of models that also read images, with tokens within the vocabulary."""
+FLAGS = {
+    "DeepseekV3": ("--attention-backend", "CPU_MLA"),
+    "Qwen2_5_VL": ("--language-model-only",),
+}
+"""vLLM would choose a backend for bfloat16 on processors that have one, and load a vision tower."""
 LOGGED = {
     "DeepseekV3": "Recomputed after each update: model.layers.0.self_attn.mla_attn.mla_attn.W_UK_T",
+    "Qwen2_5_VL": "Layout of Qwen2_5_VLForConditionalGeneration learned from vLLM's loader",
     "Falcon": "Updates of FalconForCausalLM go through vLLM's loader, from a copy of the whole checkp",
 }
 """Lines about models with tensors that vLLM derives, and with a loader that computes."""
@@ -54,7 +61,7 @@ ROUNDING = 2e-4
 
 @pytest.mark.parametrize(
     "name",
-    ["Mixtral", "Olmo3", "DeepseekV3", "Falcon"],
+    ["Mixtral", "Olmo3", "DeepseekV3", "Falcon", "Qwen2_5_VL"],
 )
 def test_an_update_arrives_whole(
     name: str,
@@ -65,9 +72,9 @@ def test_an_update_arrives_whole(
 ) -> None:
     """In both kinds of transfer; the served logprobs are those that transformers computes."""
     folder = tmp_path / name
-    keys = SERVED | {key: value for key, value in HEADS.items() if key in CONFIGS[name]}
-    make_model(name, folder, **keys)
-    save_byte_tokenizer(folder)
+    save_served(name, folder)
+    for variable, value in without_images().items():
+        monkeypatch.setenv(variable, value)
     flags = ("--bridge-timeout", str(BRIDGE_TIMEOUT), *FLAGS.get(name, ()))
     server = start_vllm(processes, free_port, folder, tmp_path, flags=flags)
     assert LOGGED.get(name, f"Layout of {name}ForCausalLM learned from vLLM's loader") in server.log
@@ -87,6 +94,20 @@ def test_an_update_arrives_whole(
         train(server, processes, free_port(), tmp_path)
         trained = load_model(str(tmp_path / "checkpoints" / "step_2"), torch.float32)
         assert largest_difference(server, trained) < ROUNDING
+
+
+def save_served(name: str, folder: Path) -> None:
+    """Save a random model that vLLM's CPU build serves, and a tokenizer."""
+    case = CONFIGS[name]
+    keys: dict[str, Any] = SERVED | {key: value for key, value in HEADS.items() if key in case}
+    if name in IMAGES:
+        rope = case["text_config"]["rope_parameters"] | {"mrope_section": [4, 6, 6]}
+        keys = IMAGES[name] | {
+            "text_config": case["text_config"] | keys | {"rope_parameters": rope},
+            "vision_config": case["vision_config"] | {"out_hidden_size": SERVED["hidden_size"]},
+        }
+    make_model(name, folder, **keys)
+    save_byte_tokenizer(folder)
 
 
 def train(server: VllmServer, processes: Processes, port: int, folder: Path, tier: int = 2) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tiny_models import make_model
+from tests.tiny_models import make_model, without_images
 from vllm_patching.weights.families import Geometry, parameters
 from vllm_patching.weights.sharding import LearnedShard, SourceSlice, plan_shards, source_slices
 from vllm_patching.worker.learned_layout import LearnedLayout, learn_layout
@@ -37,17 +37,6 @@ RANKS: dict[str, list[tuple[int, int]]] = {
 LEARNED = [
     f"{name} {size} {rank}" for name in RANKS if name != "Mamba2" for size, rank in RANKS[name]
 ]
-
-
-STAND_IN = Path(__file__).parent / "without_images"
-"""A package with torchvision's name, which models that read images are imported with."""
-
-
-def without_images() -> dict[str, str]:
-    """Variables with which the stand-in is imported, if torchvision is not installed."""
-    if importlib.util.find_spec("torchvision") is not None:
-        return {}
-    return {"PYTHONPATH": os.pathsep.join((str(STAND_IN), os.environ.get("PYTHONPATH", "")))}
 
 
 @pytest.fixture(scope="module")
