@@ -50,6 +50,7 @@ from example_trainer.config import (
     AlgorithmOptions,
     CorrectionOptions,
     LengthOptions,
+    MixtureOptions,
     ModelOptions,
     OptimizerOptions,
     Section,
@@ -97,6 +98,7 @@ PASSED_ON: dict[type[Section], tuple[str, ...]] = {
     CorrectionOptions: (),
     LengthOptions: (),
     OptimizerOptions: ("lr",),
+    MixtureOptions: ("expert_parallel",),
     ModelOptions: tuple(
         name for name in ModelOptions.model_fields if name not in ("dtype", "num_threads")
     ),

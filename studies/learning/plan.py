@@ -6,7 +6,7 @@ Pure: no I/O, no processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 UNCORRECTED = ("--correction", "none")
@@ -147,11 +147,13 @@ class Training:
         return f"{self.variant.name} {self.seed}"
 
 
-def plan(only: Sequence[str], seeds: Sequence[int]) -> list[Training]:
+def plan(
+    only: Sequence[str], seeds: Sequence[int], variants: Mapping[str, Variant] = VARIANTS
+) -> list[Training]:
     """Return all trainings, every variant's first seed before any second one: a run that is cut
     short has some of everything.
     """
-    chosen = [variant for variant in VARIANTS.values() if variant.name in only]
+    chosen = [variant for variant in variants.values() if variant.name in only]
     return [Training(variant, seed) for seed in seeds for variant in chosen]
 
 

@@ -16,7 +16,7 @@ CURVES = (
     "reward_mean", "kl", "entropy", "response_length_mean", "grad_norm", "ess", "ratio_mean", "ratio_max", "ratio_p01",
     "ratio_p99", "mismatch_kl", "clip_fraction_low", "clip_fraction_high", "correction_weight", "correction_ess",
     "correction_masked", "correction_masked_sequences", "age_mean", "mismatched_tokens", "compared_tokens", "seconds_wait",
-    "seconds_train",
+    "seconds_train", "expert_load", "expert_load_max", "unused_experts", "router_entropy",
 )  # fmt: skip
 """Columns of metrics.jsonl that are kept; missing ones are left out."""
 POINTS = 40

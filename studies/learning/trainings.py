@@ -53,6 +53,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,7 @@ from studies.learning.plan import (
     TINY,
     VARIANTS,
     Training,
+    Variant,
     estimated_seconds,
     gpus_of,
     plan,
@@ -98,7 +100,15 @@ class Running:
 
 
 class Learning:
-    """One sitting: starts trainings as places become free, and keeps what they come to."""
+    """One sitting: starts trainings as places become free, and keeps what they come to.
+
+    Attributes:
+        variants: that are compared.
+        file: name of the results.
+    """
+
+    variants: Mapping[str, Variant] = VARIANTS
+    file = "learning.json"
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
         self.args, self.stack, self.began = args, stack, time.monotonic()
@@ -106,7 +116,7 @@ class Learning:
         self.gpus, threads, self.places = torch.cuda.device_count(), "2", "GPUs"
         if self.on_cpu:
             self.gpus, threads, self.places = 1, "1", "CPU"
-        self.results = Results(args.output / "learning.json", settings=self._settings())
+        self.results = Results(args.output / self.file, settings=self._settings())
         self.running: list[Running] = []
         self.made_of: dict[str, str] = {}
         self.environment = {"OMP_NUM_THREADS": threads, "VLLM_API_KEY": ""}
@@ -116,6 +126,13 @@ class Learning:
         stack.callback(self._stop_all)
         if args.mps:
             self.environment |= start_mps(work / "mps", stack)
+
+    def refusal(self, variant: Variant) -> str | None:
+        """Why a variant cannot be trained here; None if it can."""
+        return refusal(variant, self.on_cpu)
+
+    def _plan(self, only: Sequence[str]) -> list[Training]:
+        return plan(only, self.args.seeds, self.variants)
 
     def _settings(self) -> dict[str, Any]:
         args = self.args
@@ -198,7 +215,7 @@ class Learning:
         except (OSError, ValueError) as error:
             raise BenchError(f"--add-to {self.args.add_to}: {error}") from error
         for name, found in runs.items():
-            variant = VARIANTS.get(found["variant"])
+            variant = self.variants.get(found["variant"])
             if variant is None or found["status"] != "done":
                 continue
             others = [
@@ -223,14 +240,14 @@ class Learning:
             for name, run in self.results.data.get("runs", {}).items()
             if run["status"] == "done"
         }
-        every = [training.name for training in plan(list(VARIANTS), self.args.seeds)]
+        every = [training.name for training in self._plan(list(self.variants))]
         self.results.put("missing", value=[name for name in every if name not in done])
 
     def _left_to_do(self) -> list[Training]:
         """Return the trainings that DIR does not hold yet; the others go into the results."""
         todo, kept_ones = [], []
-        for training in plan(self.args.only, self.args.seeds):
-            reason = refusal(training.variant, self.on_cpu)
+        for training in self._plan(self.args.only):
+            reason = self.refusal(training.variant)
             kept = self._folder(training) / "result.json"
             found = (
                 json.loads(kept.read_text(encoding="utf-8")) if kept.exists() and not reason else {}
@@ -433,10 +450,10 @@ def start_mps(folder: Path, stack: ExitStack) -> dict[str, str]:
     return variables
 
 
-def report(data: dict[str, Any]) -> str:
+def report(data: dict[str, Any], variants: Mapping[str, Variant] = VARIANTS) -> str:
     """A table of the variants, and why others are missing."""
     runs = data.get("runs", {})
-    rows = variant_rows(runs, [(variant.name, variant.name) for variant in VARIANTS.values()])
+    rows = variant_rows(runs, [(variant.name, variant.name) for variant in variants.values()])
     notes = [f"{name}: not trained: {reason}" for name, reason in data.get("skipped", {}).items()]
     notes += [
         f"{name}: failed: {run['last_line']}"
@@ -526,26 +543,31 @@ OPTIONS: Options = {
 }
 
 
+SMALL = {
+    "groups": 2, "group_size": 4, "max_tokens": 32, "evaluate_every": 2, "held_out": 4, "jobs": 1, "lr": 3e-4,
+    "problems": f"{TASK}STARTER",
+}  # fmt: skip
+"""Options of --tiny."""
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = command_line(__doc__, OPTIONS).parse_args(arguments)
-    defaults: dict[str, Any] = {
-        "only": list(VARIANTS),
-        "seeds": [0, 1, 2],
-        "steps": 150,
-        "model": Path("model"),
-    }
+    whole = {"only": list(VARIANTS), "seeds": [0, 1, 2], "steps": 150, "model": Path("model")}
+    return completed(args, whole, {"only": list(TINY), "seeds": [0], "steps": 3, "model": STARTER})
+
+
+def completed(
+    args: argparse.Namespace, whole: Mapping[str, Any], tiny: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Fill in what was not given.
+
+    Args:
+        whole, tiny: defaults without --tiny and with it, beside SMALL.
+    """
+    defaults = whole
     if args.tiny:
-        defaults = {"only": list(TINY), "seeds": [0], "steps": 3, "model": STARTER}
-        small = {
-            "groups": 2,
-            "group_size": 4,
-            "max_tokens": 32,
-            "evaluate_every": 2,
-            "held_out": 4,
-            "jobs": 1,
-            "lr": 3e-4,
-        }
-        vars(args).update({**small, "problems": f"{TASK}STARTER"})
+        defaults = tiny
+        vars(args).update(SMALL)
     for name, value in defaults.items():
         setattr(args, name, getattr(args, name) or value)
     args.model = args.model.resolve()

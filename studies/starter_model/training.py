@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from environments.calculator_server import OFFER
 from studies.starter_model.data import Example, Mixture, examples
@@ -146,10 +153,14 @@ def new_model(
     """A freshly initialised model, float32.
 
     Args:
-        shape: of Qwen3Config: sizes, heads, layers and positions.
+        shape: of Qwen3Config: sizes, heads, layers and positions. With `num_experts`, of
+            Qwen3MoeConfig, and the model is a mixture of experts.
     """
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    sizes, architecture = Qwen3Config, Qwen3ForCausalLM
+    if "num_experts" in shape:
+        sizes, architecture = Qwen3MoeConfig, Qwen3MoeForCausalLM
+    config = sizes(
         vocab_size=len(tokenizer),
         **shape,
         tie_word_embeddings=True,
@@ -158,7 +169,7 @@ def new_model(
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = Qwen3ForCausalLM(config)
+    model = architecture(config)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

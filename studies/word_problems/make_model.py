@@ -3,6 +3,7 @@ solutions alone.
 
     python -m studies.word_problems.make_model --output DIR  # one GPU, minutes
     python -m studies.word_problems.make_model --output DIR --shape tiny --device cpu  to try it
+    python -m studies.word_problems.make_model --output DIR --shape mixture  of experts, for mixtures.py
 
 It is shown worked-out stories (problems.py) until its samples solve a share of the rewarded
 problems, some of which have more steps than any story; then its learning rate falls to zero over
@@ -66,6 +67,8 @@ class Plan:
         measure_every: steps between measurements, each of `measured_on` problems.
         longest: tokens of an answer, at most; solutions of `rewarded` steps are well below.
         shown, rewarded: steps of the stories that it is shown and measured on.
+        experts, chosen: of each layer, and of each token; 0: the model is dense. An expert's inner
+            width is `intermediate`.
     """
 
     hidden: int = 512
@@ -86,12 +89,22 @@ class Plan:
     other_rate: float = 2e-3
     shown: tuple[int, ...] = SUPERVISED_STEPS
     rewarded: tuple[int, ...] = REWARDED_STEPS
+    experts: int = 0
+    chosen: int = 0
     seed: int = 0
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes of Qwen3Config."""
-        return {
+        """Sizes of Qwen3Config, or of Qwen3MoeConfig."""
+        mixture = {}
+        if self.experts:
+            mixture = {
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.chosen,
+                "moe_intermediate_size": self.intermediate,
+                "norm_topk_prob": True,
+            }
+        return mixture | {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
@@ -102,13 +115,18 @@ class Plan:
         }
 
 
+_TINY = Plan(
+    hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=256, batch=16, most_steps=20, cooldown=5, warmup=5,
+    measure_every=10, measured_on=4, longest=24, shown=EASY_STEPS, rewarded=EASY_STEPS,
+)  # fmt: skip
 PLANS = {
     "medium": Plan(),
-    "tiny": Plan(
-        hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=256, batch=16, most_steps=20, cooldown=5, warmup=5,
-        measure_every=10, measured_on=4, longest=24, shown=EASY_STEPS, rewarded=EASY_STEPS,
-    ),
-}  # fmt: skip
+    "mixture": Plan(layers=8, intermediate=512, experts=16, chosen=4),
+    "tiny": _TINY,
+    "tiny-mixture": replace(_TINY, intermediate=64, experts=4, chosen=2),
+}
+BALANCE = 0.01
+"""Weight of transformers' load balance loss while a mixture learns from solutions."""
 
 
 def make_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
@@ -195,13 +213,37 @@ def solved_by_steps(
 
 
 def optimizers_of(model: Qwen3ForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layers, and AdamW for all other parameters."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    """Return Muon for the matrices of the layers, and AdamW for all other parameters: among them
+    routers, and experts, which are stacked.
+    """
+    matrices, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and "embed" not in name and ".mlp.gate." not in name
+        (matrices if is_matrix else others).append(parameter)
     return [
         torch.optim.Muon(matrices, lr=plan.matrix_rate, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(others, lr=plan.other_rate, betas=(0.9, 0.98), weight_decay=0.01),
     ]
+
+
+def loss_of(
+    model: Qwen3ForCausalLM, tokens: Tensor, targets: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss of a batch, with its gradient; and the mean over the solutions' tokens, without."""
+    device, is_mixture = tokens.device.type, hasattr(model.config, "num_experts")
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        output = model(input_ids=tokens, use_cache=False, output_router_logits=is_mixture)
+    each = torch.nn.functional.cross_entropy(
+        output.logits.float().flatten(0, 1),
+        targets.flatten(),
+        reduction="none",
+        ignore_index=IGNORED,
+    )
+    of_solutions = weights.flatten() == 1.0
+    loss = (each * weights.flatten()).sum() / of_solutions.sum()
+    if is_mixture:
+        loss = loss + BALANCE * output.aux_loss
+    return loss, each.detach()[of_solutions].mean()
 
 
 def train(
@@ -230,14 +272,9 @@ def train(
     for step in range(plan.most_steps):
         tokens, targets, weights = (part.to(device, non_blocking=True) for part in next(loader))
         share = min(1.0, (step + 1) / plan.warmup, (last - step) / plan.cooldown)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = model(input_ids=tokens, use_cache=False).logits
-        each = torch.nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
-        )
-        of_solutions = weights.flatten() == 1.0
-        ((each * weights.flatten()).sum() / of_solutions.sum()).backward()
-        losses.append(each.detach()[of_solutions].mean())
+        loss, of_solutions = loss_of(model, tokens, targets, weights)
+        loss.backward()
+        losses.append(of_solutions)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * share
@@ -248,12 +285,12 @@ def train(
             found = solved_by_steps(model, tokenizer, plan, temperature=1.0)
             model.train()
             mean = sum(found.values()) / len(found)
-            loss = torch.stack(losses).mean().item()
+            mean_loss = torch.stack(losses).mean().item()
             losses.clear()
             log(
                 {
                     "step": step + 1,
-                    "loss": round(loss, 5),
+                    "loss": round(mean_loss, 5),
                     "solved": round(mean, 4),
                     "seconds": round(time.monotonic() - began, 1),
                 }

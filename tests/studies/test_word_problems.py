@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from example_trainer.models import load_model
 from studies.word_problems import make_model
 from studies.word_problems.make_model import IGNORED, PLANS, PROMPT_WEIGHT, batch_of, make_tokenizer
 from studies.word_problems.problems import (
@@ -129,12 +130,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_tiny_model_is_made_and_can_be_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture"])
+def test_a_tiny_model_is_made_and_can_be_loaded(tmp_path: Path, shape: str) -> None:
     arguments = [
         "--output",
         str(tmp_path),
         "--shape",
-        "tiny",
+        shape,
         "--device",
         "cpu",
         "--most-steps",
@@ -158,3 +160,6 @@ def test_a_tiny_model_is_made_and_can_be_loaded(tmp_path: Path) -> None:
     assert loss < 0.8 * torch.log(torch.tensor(float(len(tokenizer)))), (
         "it has learned which tokens there are"
     )
+    ours = load_model(str(tmp_path), torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(tokens), model(tokens).logits, atol=1e-4, rtol=1e-4)

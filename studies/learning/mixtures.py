@@ -1,0 +1,140 @@
+"""Compare what a mixture of experts learns with equal bits, with router replay, and with neither.
+
+    python -m studies.word_problems.make_model --shape mixture --output model    # first, once: one GPU
+    python studies/learning/mixtures.py --output DIR --model model               # type it again to continue
+    python studies/learning/mixtures.py --output DIR --device cpu --tiny         # the starter model as a mixture, to try it
+
+Sampler and trainer round differently, so their routers send some tokens to other experts. Three arms, each with fresh
+batches and with batches of four steps before, and three seeds:
+
+    ordinary   ordinary kernels
+    replay     ordinary kernels; the trainer takes the experts that the sampler chose
+    exact      the same kernels on both sides, so the routers agree in every bit
+
+No arm corrects for the difference. As in trainings.py, a finished training is kept in DIR and not run again, and one is
+not begun if it would not end in --seconds. A training that takes longer than --run-timeout (540 s) has failed: lower
+--steps or --jobs. DIR/mixtures.json gets curves of reward, KL and the experts' load, the share of held-out problems
+solved, and how a run collapsed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)
+
+import argparse
+import io
+import shlex
+from contextlib import redirect_stderr
+from functools import partial
+
+from bench.gpu.runs import run_and_report
+from bench.measured import Options, command_line
+from example_trainer import simple_rl
+from studies.learning.plan import ORDINARY, UNCORRECTED, Variant
+from studies.learning.trainings import OPTIONS as LEARNING
+from studies.learning.trainings import Learning, completed, report
+from studies.starter_model import mixture
+
+AGES = (0, 4)
+"""Steps between the weights that sampled a batch and its training."""
+
+
+def _arms() -> list[Variant]:
+    arms = (
+        ("ordinary", "ordinary kernels", ORDINARY, True),
+        ("replay", "ordinary kernels, router replay", (*ORDINARY, "--router-replay"), True),
+        ("exact", "equal to the bit", ("--batch-invariant",), False),
+    )
+    return [
+        Variant(
+            f"{name}_{age}",
+            f"age_{age}",
+            f"{label}, {age} steps old",
+            (*flags, *UNCORRECTED, "--staleness", str(age)),
+            cpu=cpu,
+        )
+        for age in AGES
+        for name, label, flags, cpu in arms
+    ]
+
+
+ARMS = {variant.name: variant for variant in _arms()}
+
+
+class Mixtures(Learning):
+    """See Learning; of the arms above."""
+
+    variants = ARMS
+    file = "mixtures.json"
+
+    def refusal(self, variant: Variant) -> str | None:
+        """Why an arm cannot be trained here; None if it can."""
+        return super().refusal(variant) or unknown_flags(variant)
+
+
+def unknown_flags(variant: Variant) -> str | None:
+    """The last line of simple_rl.py about flags that it does not take; None if it takes all."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            simple_rl.parse_arguments(list(variant.flags))
+    except SystemExit:
+        return said.getvalue().strip().splitlines()[-1]
+    return None
+
+
+OPTIONS: Options = LEARNING | {
+    "--output": {
+        "type": Path,
+        "required": True,
+        "help": "folder of mixtures.json, and of each training's files",
+    },
+    "--model": {
+        "type": Path,
+        "default": None,
+        "help": "what studies.word_problems.make_model --shape mixture wrote; --tiny: the starter model as a mixture",
+    },
+    "--only": {
+        "nargs": "+",
+        "choices": ARMS,
+        "metavar": "ARM",
+        "help": "arms to train; default: all of --list",
+    },
+    "--steps": {"type": int, "default": None, "help": "default: 100; --tiny: 3"},
+    "--jobs": {
+        "type": int,
+        "default": 2,
+        "help": "trainings at a time on each GPU (default: %(default)s); --tiny: 1",
+    },
+    "--run-timeout": {
+        "type": float,
+        "default": 540.0,
+        "help": "seconds that one training may take (default: %(default)s)",
+    },
+}
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    args = command_line(__doc__, OPTIONS).parse_args(arguments)
+    whole = {"only": list(ARMS), "seeds": [0, 1, 2], "steps": 100, "model": Path("model")}
+    made = args.output / "model"
+    return completed(args, whole, whole | {"seeds": [0], "steps": 3, "model": made})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    if args.list:
+        for variant in ARMS.values():
+            print(f"{variant.name:<12}{variant.label:<46}{shlex.join(variant.flags)}")
+        return 0
+    if args.tiny and args.model == (args.output / "model").resolve():
+        mixture.main(["--output", str(args.model), "--experts", "4", "--experts-per-token", "2"])
+    return run_and_report(args, Mixtures, partial(report, variants=ARMS))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
