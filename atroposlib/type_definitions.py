@@ -41,7 +41,7 @@ AgentHistory = dict[str, list[AgentStep]]
 
 
 class Observation(TypedDict):
-    """What an agent sees: the game's raw state and its rendering for the prompt."""
+    """The game's raw state and its rendering for the prompt of an agent."""
 
     raw: dict[str, Any]
     rendered: Content
@@ -63,7 +63,7 @@ GameHistory = list[GameStep]
 
 
 class EvaluationConfigGeneral(TypedDict):
-    """How an evaluation was run."""
+    """The settings of an evaluation."""
 
     total_evaluation_time_seconds: str
     model_name: str | None

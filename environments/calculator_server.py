@@ -93,7 +93,7 @@ PRODUCT_AND_LESS = (
 class Calculation:
     """One problem.
 
-    ``numbers`` are those of the question in reading order, and ``signs`` what stands between them.
+    ``numbers`` are the question's in reading order, and ``signs`` stand between them.
     """
 
     question: str
@@ -232,7 +232,7 @@ def _make(rng: random.Random, level: int, *, held_out: bool) -> Calculation:
 
 
 def _draw(rng: random.Random, level: int) -> tuple[tuple[int, ...], str]:
-    """Numbers in reading order and the signs between them, of which no difference is negative."""
+    """Return numbers in reading order and the signs between them, without a negative difference."""
     if level <= 2:
         digits = (2, 2)
         if level == 2:

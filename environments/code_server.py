@@ -12,9 +12,9 @@ docs/sandbox.md. Generated problems come with reference solutions. A row without
 out and counted (`bad_rows`). Contained programs exceeded memory or output, made a refused call, or
 left processes behind.
 
-**Problems.** A problem is put together of parts, each of which is a phrase and the Python that it
-means, so the reference solution says what the text says. Training and held-out problems are
-disjoint: a keyed hash of the reference's source says on which side it lies.
+**Problems.** A problem consists of parts. Each part is a phrase and its meaning in Python, so the
+reference solution matches the text. Training and held-out problems are disjoint: a keyed hash of
+the reference's source decides the side.
 
 >>> held_out_problems(1)[0].question == held_out_problems(50)[0].question
 True
@@ -144,7 +144,7 @@ def code_blocks(text: str, inside_markdown: bool = False) -> tuple[list[CodeBloc
 def program_in(text: str, function: str | None = None) -> str:
     """Return the Python program in an answer.
 
-    It is the last block that defines the function, of those that are Python or name no language. If
+    It is the last block that defines the function and is Python or names no language. If
     none does, it is the last block that is marked as Python, else the last one that names no
     language. An answer without such a block is a program itself, as far as it is not in a block of
     another language.
@@ -430,7 +430,7 @@ def held_out_problems(n: int) -> list[CodeProblem]:
 
 
 def training_problems(seed: int) -> Iterator[CodeProblem]:
-    """An endless stream of problems, the same for the same seed, none of which is held out."""
+    """Yield problems without end, the same for the same seed, and none that is held out."""
     return _stream(random.Random(seed), held_out=False)
 
 
@@ -628,7 +628,7 @@ class CodeEnv(SingleTurnEnv):
     async def grade(self, problem: CodeProblem, response: Response) -> Grade:
         """Run the answer's program.
 
-        That it could not be run says nothing of the answer, and is no score.
+        An answer whose program could not be run gets no score.
         """
         assert self.box is not None, "setup makes it"
         calls, expected = calls_of(problem)

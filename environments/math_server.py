@@ -9,8 +9,8 @@ The reward is +1 where the final \boxed{} equals the gold answer, else -1. See `
 partial credit, the length penalty and the columns. `pass@k` is the unbiased estimate over the
 samples. If a suite's file has another number of rows than the dataset's card, the log has a line.
 
-Evaluation suites go by name. Each is one file in a folder of yours, and `SUITES` says where it
-comes from.
+Evaluation suites have names. Each is one file in a folder of yours, and `SUITES` names its
+source.
 """
 
 import asyncio
@@ -224,7 +224,7 @@ def load_from_hub(
     """Splits of a dataset on the hub, or in its cache on this machine.
 
     Raises:
-        EnvironmentFailure: they cannot be had; it says what to do instead.
+        EnvironmentFailure: they cannot be loaded; the message has the remedy.
     """
     called = f"{name}/{config}" if config else name
     try:
@@ -250,8 +250,8 @@ def load_suite(name: str, folder: Path | None) -> Rows[Question]:
     """A suite from the folder, or from the hub if there is no folder.
 
     Raises:
-        UsageError: no such suite, or its file is not in the folder; it says what to put where.
-        EnvironmentFailure: the hub cannot be reached; likewise.
+        UsageError: its file is not in the folder; the message has the remedy.
+        EnvironmentFailure: the hub cannot be reached; the message has the remedy.
     """
     suite = SUITES[name]
     remedy = (
@@ -480,9 +480,7 @@ class MathEnv(RowsEnv):
         return Grade(score=score, correct=False, answer=answer)
 
     def adjust_scores(self, grades: list[Grade], responses: list[Response]) -> list[float]:
-        """When every answer is right, only length still tells them apart: 1 up to a share of the
-        limit, then down to 0.
-        """
+        """Score by length if every answer is right: 1 up to a share of the limit, then down to 0."""
         if not all(grade.correct for grade in grades):
             return [grade.score for grade in grades]
         limit = self.config.max_token_length

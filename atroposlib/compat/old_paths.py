@@ -46,7 +46,7 @@ counts."""
 
 
 def new_path(name: str) -> str | None:
-    """Where the module of an old path is now; None for a path that is none of the old ones.
+    """Return the present path of a module; None if the path is not an old one.
 
     >>> new_path("atroposlib.envs.server_handling.openai_server"), new_path("atroposlib.compat.evaluation")
     ('atroposlib.inference.client', None)

@@ -28,7 +28,7 @@ def allclose_to_first(
     equal_nan: bool = False,
     return_vector: bool = False,
 ) -> BoolVector | bool:
-    """Whether every array is close to the first one.
+    """Return whether every array is close to the first one.
 
     Args:
         values: shape (n, …), not jagged.

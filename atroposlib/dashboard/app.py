@@ -147,8 +147,8 @@ class RunPage:
     async def answer(
         self, request: Request, ask: Callable[[], Any], of_rollouts: bool = False
     ) -> Response:
-        """What `ask` returns as JSON. It is asked, written and compressed beside the event loop, on
-        which others wait.
+        """Return the result of `ask` as JSON. The call, the encoding and the compression run in a
+        thread.
 
         Args:
             of_rollouts: it reads an archive of rollouts.

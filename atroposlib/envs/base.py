@@ -147,8 +147,8 @@ class BaseEnv(ABC):
         (`GradedEnv`).
 
         Raises:
-            UsageError: a choice by success is wanted, and this environment does not say which
-                answers are right.
+            UsageError: the settings require a choice by success, and this environment does not
+                report right answers.
         """
         if self.config.curriculum:
             raise UsageError(
@@ -232,7 +232,7 @@ class BaseEnv(ABC):
         check.
 
         Args:
-            scored_data: a group, or a list of groups of which some may be None.
+            scored_data: a group, or a list of groups and None.
             item: what they answer, for logging.
             do_send_to_api: False to keep them only.
             abort_on_any_max_length_exceeded: drop groups with a sequence longer than the trainer
@@ -260,7 +260,7 @@ class BaseEnv(ABC):
         """Serve until the trainer is done.
 
         Raises:
-            EnvironmentFailure: something that only a person can mend; the message says what.
+            EnvironmentFailure: a fault that only a person can mend; the message names it.
         """
         await self._runner.serve()
 
@@ -289,13 +289,11 @@ class BaseEnv(ABC):
         await self._runner.get_info()
 
     async def get_status(self) -> None:
-        """Ask for the queue's state; a service that was started anew knows us no more, so register
-        again.
-        """
+        """Get the queue's state. Register again with a service that was restarted without its store."""
         await self._runner.get_status()
 
     async def env_step_checks(self) -> None:
-        """When the trainer has moved on: evaluate, keep state and log, as far as each is due."""
+        """Evaluate, keep state and log after a step of the trainer, as far as each is due."""
         await self._runner.after_a_step()
 
     def load_checkpoint(self) -> None:
@@ -339,7 +337,7 @@ class BaseEnv(ABC):
         """
         await self._runner.process()
 
-    # ---- what is told: runner/reporting.py
+    # ---- reports: runner/reporting.py
     # --------------------------------------------------------------------------
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
@@ -377,13 +375,13 @@ class BaseEnv(ABC):
         verbose: bool = True,
     ) -> None:
         """Report an evaluation: a table in the terminal, files where a path is set, and to the
-        rollout service, which tells the trainer.
+        rollout service, which passes it to the trainer.
 
         `data_dir_to_save_evals` gets `metrics.json` and `samples.jsonl`; `eval_output` gets the
         metrics as JSON, with the samples as JSON lines next to it.
 
         Args:
-            metrics: name -> value. The service gets those that are numbers.
+            metrics: name -> value. The service gets the numbers among them.
             start_time: Unix time in seconds, as `end_time`.
             samples: one dict per problem.
         """

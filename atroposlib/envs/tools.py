@@ -37,7 +37,7 @@ from atroposlib.wire import as_plain
 logger = logging.getLogger(__name__)
 
 MAX_ERROR = 300
-"""Characters of an error that the model is told."""
+"""Characters of an error that the model gets."""
 MAX_HANGING = 64
 """Threads of synchronous tools that did not come back in time, before the process ends: nothing can
 end them."""
@@ -60,7 +60,7 @@ follows."""
 
 
 class Tool:
-    """A function with what the model is told of it.
+    """A function with its description for the model.
 
     Args:
         function: typed, with a docstring; it may be a coroutine function.
@@ -169,7 +169,7 @@ def described(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def without_titles(schema: Any) -> Any:
-    """A JSON schema without the titles that pydantic makes of names: tokens that say nothing."""
+    """Return a JSON schema without the titles that pydantic makes of names: they waste tokens."""
     if isinstance(schema, list):
         return [without_titles(part) for part in schema]
     if not isinstance(schema, dict):
@@ -304,7 +304,7 @@ class Toolbox:
                 outcome: Outcome = (inherited.run(lambda: as_text(function())), None)
             except BaseException as error:  # noqa: BLE001 (whatever a tool raises is its answer)
                 outcome = "", error
-            with suppress(RuntimeError):  # the loop has ended meanwhile: nobody waits
+            with suppress(RuntimeError):  # the loop has ended, so no caller waits
                 loop.call_soon_threadsafe(settle, outcome)
 
         threading.Thread(target=work, name=f"tool {tool.name}", daemon=True).start()

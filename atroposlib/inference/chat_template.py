@@ -352,7 +352,7 @@ def probe_texts(tokenizer: Any) -> Iterator[str]:
 
 
 def differing_ids(text: str, there: list[int], here: list[int]) -> str | None:
-    """Where two tokenizations of a text part, in words; None if they are the same."""
+    """Describe the first difference of two tokenizations of a text; None without one."""
     if there == here:
         return None
     at = next(

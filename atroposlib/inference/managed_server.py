@@ -142,7 +142,7 @@ def node_of(nodes: Iterable[SequenceNode], answer_id: str, index: int) -> Sequen
 
 @dataclass(frozen=True)
 class Turn:
-    """Where one turn of a sequence ended: the sequence up to there can be continued in another way.
+    """The end of a turn of a sequence. The sequence up to it can be continued in another way.
 
     Attributes:
         text: characters of the sequence's text; see `Kept`.

@@ -24,7 +24,7 @@ End = Literal["exited", "signal", "deadline", "cpu", "memory", "output"]
 
 
 class SandboxUnavailable(EnvironmentFailure):
-    """This host cannot hold programs as they must be held; the message says what is missing, and
+    """This host cannot isolate programs as required. The message names the missing isolation and
     the remedy.
 
     Attributes:
@@ -37,8 +37,8 @@ class SandboxUnavailable(EnvironmentFailure):
 
 
 class SandboxBroken(RolloutFailure):
-    """A program could not be run, or what became of it is not known. That says nothing of the
-    program: raised in a tool or a reward, it ends the rollout without a score."""
+    """A program could not be run, or its end is unknown. The program may be right: if a tool or a
+    reward raises this, the rollout ends without a score."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class Raised:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a program, and its results. Only `end`, the times and `left` can be believed: the
-    sandbox itself has seen them.
+    """The end of a program, and its results. Only `end`, the times and `left` are trustworthy: the
+    sandbox itself measures them.
 
-    A program writes `results` and `output` as it likes. Whether it is right is for whoever knows
-    the expected values to say, by comparing: they are no part of a `Program`.
+    A program can write anything into `results` and `output`. The caller compares them with the
+    expected values, which a `Program` does not contain.
 
     Attributes:
         end: what ended it: it exited, a signal did, or a limit.
@@ -143,7 +143,7 @@ class Outcome:
 
 
 class Sandbox(Protocol):
-    """A way to run programs that nobody trusts.
+    """A way to run programs that are not trusted.
 
     `LocalSandbox` is one; a class of your own may ask another machine.
     """

@@ -106,20 +106,20 @@ Reader = Annotated[GroupReader, Depends(_reader)]
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
+    """Return a JSON answer."""
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
 def refuse(status: int, detail: Any, headers: dict[str, str] | None = None) -> Response:
-    """An answer that refuses the request and says why."""
+    """Return a refusal with its reason."""
     return answer({"detail": detail}, status, headers)
 
 
 def query_int(request: Request, name: str) -> int | None:
-    """An integer of the query; None if it is not there.
+    """Return an integer of the query; None if it is missing.
 
     Raises:
-        InvalidRequestError: it is no integer, or one that not every JSON reader keeps exactly.
+        InvalidRequestError: the value is not an integer, or too large for some JSON readers.
     """
     text = request.query_params.get(name)
     if text is None:
@@ -170,7 +170,7 @@ def describe(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-# ---- trainers: register, take batches, say what they learned from, end the run ----
+# ---- trainers: register, take batches, acknowledge them, end the run ----
 
 
 @router.post("/register", **takes(RegisterTrainer))
@@ -313,7 +313,7 @@ async def info(service: Service) -> Response:
 
 @router.get("/wandb_info")
 async def wandb_info(service: Service) -> Response:
-    """Where the trainer logs.
+    """The trainer's project and group at W&B.
 
     Null after the end of a run: an environment that asks then waits for the next trainer.
     """
@@ -349,8 +349,8 @@ def _check_epochs(service: RolloutService, field: str, named: list[int]) -> None
 
 
 class BatchResponse(Response):
-    """A batch, taken only now that it can be sent, so that whatever interrupts it, it is not taken
-    for sent or on its way.
+    """A batch that is taken from the queue only when it can be sent, so that no interruption leaves
+    it marked as sent or under way.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class BatchResponse(Response):
             )
 
     async def _send(self, body: bytes, receive: Receive, send: Send) -> bool:
-        """Send a batch; whether all of it went out."""
+        """Send a batch. Return True if all of it was sent."""
         headers = {"content-type": "application/json"}
         if len(body) > GZIP_FROM and self.gzip_accepted:
             body = await compress(body)
@@ -732,8 +732,8 @@ def _answered(
 
 
 async def _bodies(service: RolloutService, seqs: Sequence[int]) -> dict[int, bytes]:
-    """The bodies of groups that wait for a reference, without those that the disk has damaged: they
-    are dropped.
+    """Return the bodies of groups that wait for a reference. Groups whose bodies are damaged on the
+    disk are dropped.
     """
     try:
         return dict(zip(seqs, await service.bodies(seqs), strict=True))
@@ -766,7 +766,7 @@ NO_EXAMPLE: dict[str, list[Any]] = {
 
 @router.get("/")
 async def root() -> Response:
-    """Says that the service is there; needs no token."""
+    """Answer that the service runs. This route needs no token."""
     return answer({"message": "AtroposLib API"})
 
 
@@ -780,8 +780,8 @@ async def status(service: Service) -> Response:
 
 @router.get("/stats")
 async def stats(service: Service) -> Response:
-    """Everything that says whether data flows: what waits, what is leased, what was dropped and
-    why, who is behind.
+    """Figures on the flow of data: waiting, leased and dropped groups, with reasons, and the state
+    of each environment.
     """
     return answer(service.stats())
 
@@ -802,7 +802,7 @@ async def metrics(service: Service) -> Response:
 
 @router.get("/fleet")
 async def fleet(service: Service) -> Response:
-    """The inference servers: what the trainer says of each, and which are wanted or shall leave."""
+    """The inference servers: the trainer's state of each, and requests to join or leave."""
     requests = await service.run(lambda queue: queue.fleet.answered(service.keyed))
     table = service.fleet_status
     age = table.age(service.clock())
@@ -813,9 +813,9 @@ async def fleet(service: Service) -> Response:
 
 @router.post("/fleet", **takes(PublishedFleet))
 async def publish(request: Request, service: Service) -> Response:
-    """The trainer, or a parameter server, tells how its servers are.
+    """Publish the states of servers, by the trainer or a parameter server.
 
-    The table replaces its one before.
+    The table replaces the publisher's earlier one.
     """
     body = read(PublishedFleet, await request.body())
     if body.uuid is not None:
@@ -830,7 +830,7 @@ async def publish(request: Request, service: Service) -> Response:
 
 @router.post("/fleet/join", **takes(ServerAddress))
 async def join(request: Request, service: Service) -> Response:
-    """A server is wanted: the trainer brings it in as soon as it answers."""
+    """Request a server: the trainer brings it in as soon as it answers."""
     url = read(ServerAddress, await request.body()).url
     await service.run(lambda queue: queue.join_fleet(url, service.keyed))
     logger.info("%s is wanted in the fleet", url)
@@ -839,7 +839,7 @@ async def join(request: Request, service: Service) -> Response:
 
 @router.post("/fleet/leave", **takes(ServerAddress))
 async def leave(request: Request, service: Service) -> Response:
-    """A server shall leave: the trainer and the environments let go of it."""
+    """Request that a server leave: the trainer and the environments let it go."""
     url = read(ServerAddress, await request.body()).url
     await service.run(lambda queue: queue.leave_fleet(url, service.fleet_status.urls()))
     logger.info("%s is to leave the fleet", url)

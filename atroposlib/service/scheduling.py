@@ -1,5 +1,5 @@
-"""Which groups make the next batch, in which order they are used, and how many each environment
-should sample. Pure functions.
+"""The choice of groups for the next batch, their order of use, and the number of groups that each
+environment should sample. Pure functions.
 
 **Order of preference in a batch** (`form_batch`): first what a `min_batch_allocation` has reserved;
 then, under a staleness bound, the groups of environments that keep to what is wanted of them,
@@ -7,7 +7,7 @@ oldest weight version first, so that none becomes too old before it was learned 
 start-time fair queueing over the environments (Goyal, Vin and Cheng, 1996): each environment has a
 clock that advances by size / weight when a group of it is handed out, and the lowest clock goes
 next; within an environment, oldest first. Of all sets of whole groups that fill the batch exactly,
-the one that comes first in that order is taken. The error: while two environments both have groups
+the first in that order is taken. The error: while two environments both have groups
 waiting, their sequences per weight differ by at most the sum of one group per weight of each, plus
 what exact packing had to pass over.
 
@@ -35,7 +35,7 @@ from atroposlib.service.records import Environment, Group
 from atroposlib.service.schemas import ReplayOptions
 
 MIN_WEIGHT = 0.01
-"""An environment of weight 0 still gets a turn now and then, as the wire's env_weight says."""
+"""An environment of weight 0 still gets a turn now and then, as the wire's env_weight requires."""
 _KEY = struct.Struct("<QQQ")
 
 
@@ -171,7 +171,7 @@ def apportion(
     Args:
         total: sequences wanted.
         waiting: sequences that each line already holds, lines of no environment included.
-        environments: those that sample now.
+        environments: the ones that sample now.
         most: groups to give out at most, which bounds the work.
     """
     shares = {environment.env_id: 0 for environment in environments}
@@ -267,10 +267,10 @@ def choose_multiple(sizes: Sequence[int], unit: int, limit: int) -> list[int] | 
 
 
 def in_order_of_use(replay: ReplayOptions, line: Iterable[Group], batch_id: int) -> list[Group]:
-    """Return the groups of a line, those that are to be used first in front.
+    """Return the groups of a line in the order of their use.
 
-    fifo: those that were used least often, of these the oldest. recent: those of the newest
-    weights, of these the ones that were used least often, and of those the ones that came last.
+    fifo: the least often used first, and the oldest of them. recent: the newest weights first, then
+    the least often used, then the last to come.
     uniform: every order is as likely as any other; it follows from the seed, the batch and the
     groups' numbers.
 

@@ -43,31 +43,31 @@ class HandOut:
     body: bytes
     """The JSON answer."""
     complete: bool = False
-    """All of the answer went out. Whoever sends it says so."""
+    """All of the answer was sent. The sender sets it."""
 
 
 class Recorder(Protocol):
-    """Keeps rollouts for people to read, after what concerns them is stored.
+    """A recorder of rollouts for people. The service calls it after a commit.
 
     It neither waits nor raises.
     """
 
     def model(self, name: str | None) -> None:
-        """A trainer has registered that names this model."""
+        """Take the model that a trainer names in its registration."""
 
     def posted(self, groups: Sequence[tuple[int, str, bytes]]) -> None:
-        """Groups were accepted: sequence number, name of the environment, body of each."""
+        """Take accepted groups: sequence number, name of the environment, body of each."""
 
     def reported(self, seqs: Sequence[int], report: Any) -> None:
-        """The trainer says what it computed for tokens of a batch of these groups, in the order in
-        which it got them.
+        """Take the trainer's report on the tokens of a batch of these groups, in the order in which
+        it got them.
         """
 
     def another_run(self) -> None:
-        """Another run begins: later groups and reports are its own."""
+        """Begin another run: later groups and reports belong to it."""
 
     def stats(self) -> Mapping[str, int]:
-        """Groups that were `recorded`, and `left_out`, since the service began."""
+        """Return the groups that were `recorded` and `left_out` since the service began."""
 
     def close(self) -> None:
         """Write what waits, within a deadline."""
@@ -98,7 +98,7 @@ class RolloutService:
     """One queue and its store. Every method runs on the event loop that made it.
 
     Attributes:
-        recorder: is told of groups and reports; None for nobody.
+        recorder: gets groups and reports; None without one.
         trainer_activity: counts the trainer's actions, on which environments wait.
     """
 
@@ -121,13 +121,12 @@ class RolloutService:
         self.latest: bytes | None = None
         self.fleet_status = FleetStatus()
         self.keyed = False
-        """Every request needs the service's key, so that addresses in requests come from those that
-        have it."""
+        """Every request needs the service's key, so only holders of the key send addresses."""
         self.trainer_activity = TrainerActivity()
         self.trainer_called = self.clock()
-        """When the trainer said anything last, or when this service began."""
+        """Time of the trainer's last request, or of this service's start."""
         self.trainer_publishes = False
-        """It tells of its servers every few seconds, whatever else it does."""
+        """The trainer publishes its servers every few seconds, whatever else it does."""
         self._broken: StoreError | None = None
         self._reloading: asyncio.Task[None] | None = None
         self.committer = Committer(
@@ -138,7 +137,7 @@ class RolloutService:
         )
 
     def require_key(self, keyed: bool) -> None:
-        """Take note whether every request needs the service's key."""
+        """Note that every request needs the service's key, or that none does."""
         self.keyed = keyed
         if keyed and self.queue.fleet.unkeyed:
             logger.warning(
@@ -164,8 +163,10 @@ class RolloutService:
         return result
 
     def note_trainer_call(self, publishes: bool | None = None) -> None:
-        """The trainer has just said something: for instance how its servers are, or that it is
-        another one.
+        """Note a request of the trainer.
+
+        Args:
+            publishes: the trainer publishes its servers. False for a new trainer; None for no news.
         """
         self.trainer_called = self.clock()
         if publishes is not None:
@@ -183,7 +184,7 @@ class RolloutService:
         try:
             snapshot = await asyncio.to_thread(self.store.load)
         except StoreError as error:
-            self._broken = error  # every request says so; the next one may try again
+            self._broken = error  # each request gets it; the next one may try again
             logger.error("%s", error)
         except Exception as error:
             self._broken = StoreError(
@@ -226,8 +227,8 @@ class RolloutService:
         return receipts
 
     def handed_out(self, batch_id: int | None) -> list[int]:
-        """The sequence numbers of a batch's groups, in the order in which the trainer got them;
-        none if it is not out.
+        """Return the sequence numbers of a batch's groups, in the order in which the trainer got
+        them; none if the trainer does not have the batch.
         """
         if batch_id is None or batch_id not in self.queue.leases:
             return []
@@ -235,7 +236,7 @@ class RolloutService:
         return [group.seq for group in self.queue.streams.in_order(groups)]
 
     def reported(self, seqs: Sequence[int], report: Any) -> None:
-        """The trainer has told what it computed for a batch."""
+        """Hand the trainer's report on a batch to the recorder."""
         if self.recorder is not None and seqs and report is not None:
             self.recorder.reported(seqs, report)
 
@@ -243,11 +244,11 @@ class RolloutService:
     async def handing_out(
         self, received: int | None, uuid: int | None
     ) -> AsyncIterator[HandOut | None]:
-        """A batch while it is on its way, or None if there is none yet.
+        """Yield a batch while it is sent, or None if there is none yet.
 
-        Whatever ends the block or keeps it from being reached, a commit that stalls, the request's
-        time limit, a client that goes away, the batch is no longer taken to be on its way then: it
-        comes again, unless the block has said that it is `complete`.
+        At the end of the block the batch no longer counts as being sent, also after a stalled
+        commit, at the request's time limit, or if the client disconnects. The trainer then gets it
+        again, unless the block has set `complete`.
         """
         now = self.clock()
         on_its_way: list[Lease] = []
@@ -289,7 +290,7 @@ class RolloutService:
             )
 
     async def _read(self, lease: Lease) -> HandOut | None:
-        """The JSON answer for a batch; None if it has been dissolved, because bodies were damaged."""
+        """Return the JSON answer for a batch; None if it was dissolved because of damaged bodies."""
         groups = self.queue.streams.in_order(lease.groups)
         seqs = [group.seq for group in groups]
         positions = self.queue.streams.after(lease.groups)
@@ -309,7 +310,7 @@ class RolloutService:
         for at, group in enumerate(groups):
             if group.reference == MISSING and not bodies[at].endswith(
                 NO_REFERENCE
-            ):  # of a reference that is none any more
+            ):  # of a reference that no longer counts
                 bodies[at] = with_reference(bodies[at])
         names = {
             str(line): self.queue.registry.by_id[line].desired_name
@@ -324,7 +325,7 @@ class RolloutService:
         return HandOut(lease, _with_groups(bodies, content))
 
     async def bodies(self, seqs: Sequence[int]) -> list[bytes]:
-        """The bodies of groups, in the order asked for.
+        """Return the bodies of groups, in the order of the numbers.
 
         Raises:
             DamagedError: some of them are damaged or gone, or an earlier version stored what
@@ -414,8 +415,8 @@ class Committer:
         store: where to.
         timeout: seconds that a caller waits at most.
         committed: called with the seconds that a transaction took.
-        failed: called when a transaction failed, before those who wait for it hear so. What was
-            given since then is forgotten, since it was made from a state that never was.
+        failed: called when a transaction failed, before its callers get the error. Later changes
+            are dropped, because they were made from a state that was not stored.
     """
 
     def __init__(
@@ -478,7 +479,7 @@ class Committer:
                 await loop.run_in_executor(self._writer, self.store.commit, together)
             except StoreError as error:
                 self._fail(error)
-            except Exception as error:  # whatever it is, those who wait must hear of it
+            except Exception as error:  # each caller that waits must get an error
                 logger.exception("the store failed in a way that it does not know")
                 self._fail(
                     StoreError(
@@ -504,7 +505,7 @@ class Committer:
             future.set_result(None)
         else:
             future.set_exception(error)
-            future.exception()  # whoever waited may be gone
+            future.exception()  # no caller may be left to retrieve it
 
     async def close(self) -> bool:
         """Wait for what is under way.

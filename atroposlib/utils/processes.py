@@ -277,7 +277,7 @@ class KillableCalls:
 
 
 class _Turns:
-    """Which calls of one event loop may run: so many, and some slow ones beside them."""
+    """The calls of one event loop that may run: a number of them, and some slow ones besides."""
 
     def __init__(self, processes: int) -> None:
         self._quick = asyncio.Semaphore(processes)

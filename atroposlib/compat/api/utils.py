@@ -17,7 +17,7 @@ Group = dict[str, Any]
 
 
 def group_size(group: Mapping[str, Any]) -> int:
-    """How many sequences a group holds."""
+    """Return the number of sequences of a group."""
     return len(group["tokens"])
 
 
@@ -114,7 +114,7 @@ def grab_batch_with_minimum_allocations(
 
 
 def has_a_pack(queue: Sequence[Group], env_id: Any) -> bool:
-    """Whether groups of one size of an environment add up to the size of the queue's largest group."""
+    """Return whether an environment's groups of one size add up to the size of the largest group."""
     largest = max(map(group_size, queue), default=0)
     sizes = Counter(group_size(group) for group in queue if group.get("env_id") == env_id)
     return any(

@@ -219,7 +219,7 @@ class LegacyFunctionWrapper(RewardFunction):
         return self._name or str(getattr(self.func, "__name__", "function"))
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """What the function returns. It also gets what the reward was created with."""
+        """Return the scores of the function, which also gets the options of this reward."""
         return list(self.func(completions, **{**self.config, **kwargs}))
 
 

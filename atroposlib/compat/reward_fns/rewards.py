@@ -457,7 +457,7 @@ class CosineScaledReward(TextReward):
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Of the angle between two vectors; 0 where one has no length."""
+    """Return the cosine of the angle between two vectors; 0 if one has no length."""
     lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / lengths if lengths else 0.0
 

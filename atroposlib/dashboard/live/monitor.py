@@ -49,7 +49,7 @@ MAX_WAITING_BYTES = 1 << 20
 
 
 def observed_folder(run_folder: Path | None, store: Path | None) -> ObservedFolder:
-    """Where a service writes.
+    """Return the folder of a service's record.
 
     Args:
         run_folder: the run's folder, if the service was told.
@@ -84,7 +84,7 @@ class ObservedFolder:
 
     @property
     def run(self) -> dict[str, Any]:
-        """Who the run is, as it was written last; empty before."""
+        """The settings of the run that were written last; empty before."""
         return read_object(self.path / "run.json")
 
     @property

@@ -140,7 +140,7 @@ class Sign(NamedTuple):
 
 @dataclass(frozen=True)
 class Sighting:
-    """When a stack was seen, and the facts about the run beside it.
+    """The time at which a stack was seen, and facts about the run.
 
     Attributes:
         now: Unix seconds.

@@ -62,7 +62,7 @@ _Entry = PostedGroup | _Report
 
 
 class Allowance:
-    """How many bytes may be taken: so many a second, and what was saved up, to a bound.
+    """A number of bytes that may be taken: it grows with time, up to a bound.
 
     Args:
         per_second, most: bytes.

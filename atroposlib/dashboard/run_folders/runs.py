@@ -612,7 +612,7 @@ class RunCatalogue:
 
     Args:
         roots: folders of runs.
-        live: the files of the service's own run, asked anew each time; None where there is no
+        live: the files of the service's own run, requested each time; None where there is no
             service.
         on_change: called with a run and what is new of it, in whichever thread has read it.
     """
@@ -688,7 +688,7 @@ class RunCatalogue:
         with self._lock:
             while len(self._open) > MAX_OPEN or (len(self._open) > 1 and self._cells() > MAX_CELLS):
                 self._open.popitem(last=False)
-        if is_new:  # to a page that is open, its rows are others than those that it knows
+        if is_new:  # an open page knows other rows of it
             change = Change(rewritten=True)
         if change:
             self._on_change(opened, change)
@@ -702,8 +702,7 @@ class RunCatalogue:
         rows were read (`is_read`).
 
         Args:
-            seconds: after which no more is read. What is missing then is read when somebody asks
-                again.
+            seconds: after which no more is read. The next call reads the rest.
         """
         until = time.monotonic() + seconds
         runs = self.list_runs()
@@ -766,7 +765,7 @@ class _Glance:
 
 
 class _Rewards:
-    """The rewards of one run, of which all rows have to be read once.
+    """The rewards of one run. All of its rows have to be read once.
 
     Not for several threads at a time.
     """

@@ -319,7 +319,7 @@ class Runner:
     # -----------------------------------------------------------------------------------------------------------
 
     async def after_a_step(self) -> None:
-        """When the trainer has moved on: evaluate, keep state and log, as far as each is due."""
+        """Evaluate, keep state and log after a step of the trainer, as far as each is due."""
         step = self.state.status_dict["current_step"]
         if step == self.state.curr_step:
             return

@@ -1,16 +1,15 @@
-"""The isolation of a program: the kernel's interfaces that Python has no name for, the filter of
-calls, and the sandbox's own root.
+"""The isolation of a program: kernel interfaces without a name in Python, the filter of system
+calls, and the root of the sandbox.
 
-The filter is a list of what is forbidden, not of what is allowed: a Python that is new, or a
-library, makes calls that nobody listed. What holds a program are the namespaces, its limits and
-that it has no rights; the filter takes away the parts of the kernel that a program of this kind has
-no use for, which is where holes have been found. Without namespaces, more calls are forbidden, and
-Landlock holds files.
+The filter lists forbidden calls. A list of allowed calls would break with each new Python or
+library. Namespaces, limits and the lack of rights contain a program. The filter removes parts of
+the kernel that such a program does not need and in which holes were found. Without namespaces, the
+filter forbids more calls, and Landlock protects the files.
 
-The root holds Python's files, read-only, and nothing else of the host.
+The root contains Python's files, read-only, and nothing else of the host.
 
-All of the folder `inside` runs in a process of its own that is started with the standard library
-alone.
+The code in the folder `inside` runs in a process of its own, which is started with the standard
+library only.
 """
 
 import ctypes
@@ -65,7 +64,7 @@ FORBIDDEN: Numbers = {
 """Name -> number on x86_64 and on aarch64."""
 
 WITHOUT_NAMESPACES: Numbers = {
-    # Signals: to whom they may go is said by the process-id namespace otherwise.
+    # Signals. With namespaces, the process-id namespace limits their targets.
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
     # What Landlock leaves open of files that can be named.
@@ -99,7 +98,7 @@ AF_UNIX = 1
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 NUMBER_AT, ARCH_AT, FIRST_AT, SECOND_AT, FOURTH_AT = 0, 4, 16, 24, 40
-"""Offsets into what a filter is given; of an argument, those of its low 32 bits."""
+"""Offsets into the data of a filter. An argument's offset is that of its low 32 bits."""
 X32 = 0x40000000
 """Numbers from here are calls of another interface, with the same effects."""
 
@@ -116,11 +115,11 @@ def seccomp_filter(machine: str, namespaces: bool) -> bytes:
     """The filter's program.
 
     Args:
-        machine: as `os.uname().machine` says it.
+        machine: the value of `os.uname().machine`.
         namespaces: whether the program runs in namespaces of its own.
 
     Raises:
-        OSError: there is no table for such a machine.
+        OSError: this machine has no table.
     """
     if machine not in AUDIT_ARCH:
         raise OSError(ENOSYS, f"no table of calls for {machine}")
@@ -150,7 +149,7 @@ def seccomp_filter(machine: str, namespaces: bool) -> bytes:
 
 
 def _when(number: int, argument: int, tests: Iterable[tuple[int, int]]) -> bytes:
-    """Refuse a call of which an argument passes one of the tests, allow it otherwise."""
+    """Refuse a call if an argument passes one of the tests; else allow it."""
     inner = _step(LOAD, argument)
     for test, value in tests:
         inner += _step(test, value, 0, 1) + refuse(EPERM)
@@ -159,7 +158,7 @@ def _when(number: int, argument: int, tests: Iterable[tuple[int, int]]) -> bytes
 
 
 def _unless(number: int, argument: int, value: int) -> bytes:
-    """Refuse a call of which an argument is not this value."""
+    """Refuse a call if an argument is not this value."""
     inner = (
         _step(LOAD, argument)
         + _step(JUMP_EQUAL, value, 0, 1)
@@ -221,7 +220,7 @@ def landlock_rules(version: int, readable: Iterable[str]) -> tuple[int, int, lis
     handled = RIGHTS[max(since for since in RIGHTS if since <= version)]
     rules = []
     for path in readable:
-        # A right to list is refused for what is no folder.
+        # Landlock refuses a right to list for a path that is not a folder.
         rules.append((path, READ_FILES if os.path.isdir(path) else READ_FILES & ~0b1000))
     return handled, SCOPES if version >= SCOPES_SINCE else 0, rules
 
@@ -250,8 +249,8 @@ SYSCALLS = {
     "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126, "mount_setattr": 442},
     "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91, "mount_setattr": 442},
 }
-"""By machine, those that glibc may have no function for. Landlock's have the same number
-everywhere."""
+"""Numbers of calls for which glibc may lack a function, by machine. Landlock's calls have the same
+number everywhere."""
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -297,7 +296,7 @@ def fork_into(flags: int) -> int:
     """
     number = ctypes.c_long(SYSCALLS[os.uname().machine]["clone"])
     nothing = (ctypes.c_long(0),) * 4
-    # By PyDLL, which keeps Python's lock: nobody else could give it back in the child.
+    # PyDLL keeps Python's lock: no other thread could release it in the child.
     return _checked(
         "clone", int(_libc_locked.syscall(number, ctypes.c_long(flags | signal.SIGCHLD), *nothing))
     )
@@ -355,7 +354,7 @@ def bound_capabilities() -> None:
         try:
             prctl(PR_CAPBSET_DROP, number)
         except KernelRefused as refusal:
-            # Beyond the last capability; or an ordinary user, who has none to hand on.
+            # The number is beyond the last capability, or this user has no capabilities.
             if refusal.errno not in (errno.EINVAL, errno.EPERM):
                 raise
             return
@@ -440,10 +439,10 @@ def landlock(handled: int, scoped: int, allowed: list[tuple[str, int]]) -> None:
 
 NOBODY = 65534
 FIRST_USER, USERS = 0x70000000, 50_000
-"""User ids of programs, one after the other, where root makes the sandbox: far above those that
-anything hands out."""
+"""User ids of programs, used in turn, if root makes the sandbox. They are far above the ids that
+systems assign."""
 DEVICES = ("null", "full", "random", "urandom")
-"""Not `zero`: a shared mapping of it is shared memory that no process is charged for."""
+"""Devices that programs see. `zero` is missing: a shared mapping of it is memory of no process."""
 OLD = "/old"
 
 
@@ -459,7 +458,7 @@ def python_files() -> list[str]:
 
 
 def outermost(paths: list[str]) -> list[str]:
-    """Without those that lie within another; a link holds nothing."""
+    """Return the paths that do not lie within another of them. A link contains nothing."""
     folders = [path for path in paths if not os.path.islink(path)]
     return [
         path
@@ -469,10 +468,10 @@ def outermost(paths: list[str]) -> list[str]:
 
 
 def mapped_users() -> tuple[int, int]:
-    """First id and number of ids that programs may have, of those that exist here.
+    """Return the first user id for programs, and the number of ids.
 
     Raises:
-        OSError: as good as none but root's exists, as in some containers.
+        OSError: this namespace has hardly an id besides root's, as in some containers.
     """
     with open("/proc/self/uid_map", encoding="ascii") as file:
         ranges = [[int(number) for number in line.split()] for line in file]
@@ -503,7 +502,7 @@ def build_root(readable: list[str]) -> None:
     where one can be seen.
 
     Raises:
-        OSError: the kernel refused something; the message says what.
+        OSError: the kernel refused a step; the message names it.
     """
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount(
@@ -523,7 +522,7 @@ def build_root(readable: list[str]) -> None:
         _show(f"/dev/{device}")
     for folder in ("/proc", "/tmp"):
         os.mkdir(folder)
-    # The only one that can be written: a user namespace is told there whom it holds.
+    # The only writable mount: the ids of a user namespace are set there.
     mount(f"{OLD}/proc", "/proc", None, MS_BIND | MS_REC)
     detach(OLD)
     os.rmdir(OLD)

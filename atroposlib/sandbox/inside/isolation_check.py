@@ -1,5 +1,5 @@
-"""Run as a program in a new sandbox: tries what the sandbox is to withhold, and says what it could
-do.
+"""A program for a new sandbox: it tries the actions that the sandbox must prevent, and returns the
+ones that succeeded.
 """
 
 import ctypes
@@ -8,13 +8,13 @@ import socket
 
 
 def what_is_open(secret: str, port: int, name: str, parent: int, disk: int) -> dict[str, str]:
-    """Isolation -> what was possible.
+    """Return the isolations that failed, with the action that succeeded.
 
     Args:
-        secret: a file that everybody may read.
-        port: where somebody listens on this machine.
-        name: of an abstract socket on which somebody listens.
-        parent: process id of whoever made the sandbox.
+        secret: a file that each user may read.
+        port: of a listener on this machine.
+        name: of an abstract socket with a listener.
+        parent: process id of the sandbox's maker.
         disk: bytes that may be written.
     """
     openings = {}
@@ -49,7 +49,7 @@ def what_is_open(secret: str, port: int, name: str, parent: int, disk: int) -> d
             continue
     if written > disk:
         openings["disk"] = f"a program could write {written} bytes of {disk}"
-    # A new user namespace, of which nothing is known in here otherwise.
+    # 0x10000000 makes a new user namespace.
     if ctypes.CDLL(None, use_errno=True).unshare(0x10000000) == 0:
         openings["syscalls"] = "a program could make namespaces of its own"
     return openings

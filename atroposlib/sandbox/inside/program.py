@@ -1,8 +1,7 @@
-"""The last process before the program: it gives up what it could do, runs the program, and tells
-what came of it.
+"""The process that gives up its rights, runs a program, and reports the results.
 
-What it tells is not to be believed, since the program runs in the same process: it says what a
-function returned, never whether that is right.
+A report is not trustworthy, because the program runs in the same process. It contains the values
+that a function returned, and no verdict on them.
 """
 
 import contextlib
@@ -20,9 +19,9 @@ from typing import Any
 from . import isolation
 
 RESULTS = 3
-"""The descriptor on which results are told."""
+"""The descriptor to which results are written."""
 LONGEST_PROBLEM = 500
-"""Characters of an exception's text that are told."""
+"""Characters of an exception's text that are reported."""
 
 Order = dict[str, Any]
 """The limits of one run, as `atroposlib.sandbox.contract.Limits` has them, and `user`, its user
@@ -55,7 +54,7 @@ def limit(order: Order, others: int) -> None:
 
 
 def give_up_rights(order: Order, mode: str, readable: list[str]) -> None:
-    """Become nobody who can do nothing, for good."""
+    """Give up all rights of this process for good."""
     isolation.bound_capabilities()
     if os.geteuid() == 0:
         os.setgroups([])
@@ -64,7 +63,7 @@ def give_up_rights(order: Order, mode: str, readable: list[str]) -> None:
     isolation.drop_capabilities()
     isolation.forbid_new_privileges()
     if mode == "restricted":
-        with contextlib.suppress(OSError):  # which isolation is missing was said at the start
+        with contextlib.suppress(OSError):  # the keeper reported missing isolations at the start
             handled, scoped, rules = isolation.landlock_rules(
                 isolation.landlock_version(), readable
             )
@@ -104,8 +103,8 @@ def take_descriptors(request: int, output: int, results: int) -> dict[str, Any]:
     return task
 
 
-def tell(entry: dict[str, Any], write: Callable[[int, bytes], int] = os.write) -> None:
-    """One line of results."""
+def report(entry: dict[str, Any], write: Callable[[int, bytes], int] = os.write) -> None:
+    """Write one line of results."""
     data = json.dumps(entry).encode() + b"\n"
     while data:
         data = data[write(RESULTS, data) :]
@@ -131,34 +130,34 @@ def run(task: dict[str, Any]) -> None:
     # A module of its own, as dataclasses and pickle expect one.
     module = types.ModuleType("program" if function else "__main__")
     sys.modules[module.__name__], names = module, module.__dict__
-    say = tell
+    write = report
     try:
         exec(compile(task["code"], "program.py", "exec"), names)
         if not function:
             sys.stdout.flush()
-            say({"done": True})
+            write({"done": True})
             return
         call = names.get(function)
         if not callable(call):
-            say({"problem": f"it defines no function {function}"})
+            write({"problem": f"it defines no function {function}"})
             return
     except BaseException as error:  # noqa: BLE001 (whatever it raises, SystemExit included, is its own)
         if not function and isinstance(error, SystemExit) and error.code in (None, 0):
-            say({"done": True})
+            write({"done": True})
         else:
-            say({"problem": problem_of(error)})
+            write({"problem": problem_of(error)})
         return
     for number, arguments in enumerate(task["calls"]):
         try:
-            say({"call": number, "value": call(*arguments)})
+            write({"call": number, "value": call(*arguments)})
         except BaseException as error:  # noqa: BLE001
-            say({"call": number, "raised": problem_of(error)})
+            write({"call": number, "raised": problem_of(error)})
 
 
 def become_program(
     order: Order, mode: str, readable: list[str], descriptors: tuple[int, int, int], others: int
 ) -> None:
-    """Never returns."""
+    """Become the program. Never return."""
     code = 70
     try:
         os.setsid()

@@ -1,9 +1,9 @@
-"""The keeper: makes the sandbox once, then a process for each program, forked so that no Python has
-to start.
+"""The keeper: it makes the sandbox once, and forks a process for each program, so that Python
+starts only once.
 
-Of a program's processes the first, its watcher, is process 1 of a process-id namespace: when it
-ends, the kernel ends all the others, whatever they did to get away. Where there are no namespaces
-the watcher inherits the orphans and ends them.
+The watcher is the first process of a program, and process 1 of a process-id namespace. When it
+ends, the kernel ends all other processes of the namespace. Without namespaces, the watcher inherits
+the orphans and ends them.
 
 The watcher adds up the memory of the program's processes from `/proc`. The filter refuses memory
 that belongs to no process, see `isolation`. docs/sandbox.md lists the rest, with its bounds.
@@ -33,7 +33,7 @@ RECORD_BYTES = 256
 """The kernel's record of one mapping. A process can have as many mappings as it has pages of
 addresses; no file that is cheap to read counts them."""
 LONGEST_LOCKS = 1 << 20
-"""Bytes of the list of file locks that are read: about 18,000 locks, those of the host included."""
+"""Bytes of the list of file locks that are read: about 18,000 locks, the host's included."""
 TRIES = 20
 """Attempts to read the memory of a process whose threads come and go."""
 
@@ -85,8 +85,8 @@ class Memory:
         return self._namespace() if self._own else self._descendants()
 
     def _sockets(self) -> int:
-        """A socket counts as if it were full: the kernel does not tell how full it is once the
-        sending end is closed.
+        """Return the bytes that the sockets may hold. Each counts as full: the kernel does not
+        report the content of a socket whose sending end is closed.
         """
         if not self._socket_bytes:
             return 0
@@ -222,7 +222,7 @@ def enter(mode: str, readable: list[str], held: list[int]) -> None:
         held: descriptors that a process which only waits must not hold open.
 
     Raises:
-        OSError: the host does not allow it; says what.
+        OSError: the host does not allow a step; the message names it.
     """
     with (
         contextlib.suppress(OSError),
@@ -251,9 +251,9 @@ def enter(mode: str, readable: list[str], held: list[int]) -> None:
 
 
 def missing(mode: str) -> dict[str, str]:
-    """Isolation -> why this host does not give it.
+    """Return the isolations that this host lacks, with the reason.
 
-    What is here is tried by a program afterwards.
+    A program tries the others afterwards.
     """
     wrong = {}
     machine = os.uname().machine
@@ -292,7 +292,7 @@ def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[in
             os._exit(0)
         order = json.loads(data) | {"user": users[0] + count % users[1]}
         count += 1
-        # A failing fork closes the watcher's socket, which says that the program could not be run.
+        # A failing fork closes the watcher's socket: the sandbox then reports a failed run.
         with contextlib.suppress(OSError):
             if (os.fork() if mode == "restricted" else isolation.fork_into(namespaces)) == 0:
                 control.close()
@@ -310,7 +310,7 @@ def begin(order: Order, mode: str, readable: list[str], descriptors: list[int]) 
         if mode == "user_namespace":
             isolation.map_one_user(0, 0, inside=isolation.NOBODY)
         report = watch(order, mode, readable, (request, output, results), status)
-    except BaseException as error:  # noqa: BLE001 (told to whoever ordered it, who raises it)
+    except BaseException as error:  # noqa: BLE001 (the sandbox raises it)
         report = {"broken": f"{type(error).__name__}: {error}"}
     with contextlib.suppress(OSError):
         status.send(json.dumps(report).encode())
@@ -412,7 +412,7 @@ def hide_processes() -> tuple[int, bool]:
 
 
 def tasks_of_this_user() -> int:
-    """Threads that run as this user, on the whole host."""
+    """Return the number of threads of this user on the whole host."""
     count, user = 0, os.geteuid()
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -424,7 +424,7 @@ def tasks_of_this_user() -> int:
 def wait(
     order: Order, child: int, memory: Memory, status: socket.socket, began: float
 ) -> tuple[str, int]:
-    """Until the program ends or is to be ended: why, and the most memory that was seen, in bytes."""
+    """Wait until a program ends or must end. Return the reason and its peak memory in bytes."""
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(status, select.POLLIN)
@@ -435,7 +435,7 @@ def wait(
             return "deadline", peak
         events = poll.poll(min(left, LOOK_SECONDS) * 1000 + 1)
         for descriptor, _ in events:
-            # Whoever ordered it says nothing more than that it is to end, by closing the socket.
+            # The sandbox closes the socket to end a program, and sends nothing else.
             return "cancelled" if descriptor == status.fileno() else "exited", peak
         peak = max(peak, memory.used())
         if peak > order["memory"]:
@@ -505,7 +505,7 @@ def main() -> None:
                 os.close(error_write_end)
                 control.send(json.dumps(report).encode())
                 keep(control, mode, readable, users)
-            except BaseException as error:  # noqa: BLE001 (said to the parent, which tries the next way)
+            except BaseException as error:  # noqa: BLE001 (the parent tries the next mode)
                 os.write(error_write_end, f"{error}".encode()[:4000] or b"unknown")
             os._exit(1)
         os.close(error_write_end)
