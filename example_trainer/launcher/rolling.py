@@ -171,14 +171,11 @@ class Roller:
         if row is None:
             return f"the trainer's table does not name {url}"
         if row.standing != GOOD:
-            return f"the trainer calls it {row.standing}" + (
-                f" ({row.reason})" if row.reason else ""
-            )
-        return (
-            ""
-            if (fleet.published_at or 0) >= served_at
-            else "the trainer has not published its table since"
-        )
+            reason = f" ({row.reason})" if row.reason else ""
+            return f"the trainer calls it {row.standing}{reason}"
+        if (fleet.published_at or 0) < served_at:
+            return "the trainer has not published its table since"
+        return ""
 
     def require_trainer(self, part: str) -> None:
         """Refuse to wait for weights that nobody will send.

@@ -105,8 +105,9 @@ def sampled(environment: list[Step]) -> list[Step]:
                 "reward_mean": 2 * correct - 1,
                 "response_length_mean": length,
             }
-            used = number(line, TOOL_USE)
-            steps.append(step if used is None else step | {"tool_use": used})
+            if (used := number(line, TOOL_USE)) is not None:
+                step["tool_use"] = used
+            steps.append(step)
     return steps
 
 
@@ -129,7 +130,9 @@ ROWS = 12
 
 def columns(tools: bool) -> tuple[str, ...]:
     """Names of the columns; the use of tools has one where there are any."""
-    return (*COLUMNS[:2], "used tool", *COLUMNS[2:]) if tools else COLUMNS
+    if tools:
+        return (*COLUMNS[:2], "used tool", *COLUMNS[2:])
+    return COLUMNS
 
 
 def cells(step: Step, tools: bool = False) -> tuple[str, ...]:

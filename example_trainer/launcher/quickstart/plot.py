@@ -86,8 +86,11 @@ def draw(
     curve(reward, steps, "reward_mean", REWARD)
 
     tools = any("tool_use" in step for step in steps)
-    style(second, "Answers that used the tool (fraction)" if tools else "Response length (tokens)")
-    curve(second, steps, "tool_use" if tools else "response_length_mean", LENGTH)
+    title, key = "Response length (tokens)", "response_length_mean"
+    if tools:
+        title, key = "Answers that used the tool (fraction)", "tool_use"
+    style(second, title)
+    curve(second, steps, key, LENGTH)
     second.set_ylim(bottom=0)
 
     style(accuracy, f"Solved of {problems} held out")

@@ -250,11 +250,9 @@ class Quickstart:
                 self.start(self.plan.evaluation(which, result)), EVALUATION_SECONDS
             )
         evaluation = read_evaluation(result)
-        length = (
-            ""
-            if evaluation.response_length is None
-            else f", {evaluation.response_length:.1f} tokens per answer"
-        )
+        length = ""
+        if evaluation.response_length is not None:
+            length = f", {evaluation.response_length:.1f} tokens per answer"
         if evaluation.tool_use is not None:
             length += f", the tool used for {evaluation.tool_use:.1%}"
         self.say(
@@ -288,11 +286,9 @@ class Quickstart:
                             for step in new
                         ]
                     )
-                limit = (
-                    FINISH_SECONDS
-                    if len(self.metrics.steps) >= self.options.steps
-                    else STALL_SECONDS
-                )
+                limit = STALL_SECONDS
+                if len(self.metrics.steps) >= self.options.steps:
+                    limit = FINISH_SECONDS
                 if time.monotonic() - last_news > limit:
                     raise self.stalled(limit, [trainer, environment])
 
