@@ -83,15 +83,15 @@ def agreed_plan(
     if not config.deterministic or config.parameter_servers:
         return SumPlan()
 
-    def ask() -> SumPlan:
+    def ask() -> int:
         url, info = next(iter(_present_servers(config, stop).items()))
         tensor_ranks = 1
         if config.single_copy:
             tensor_ranks = ranks.world_size
-        return followed_plan(info, url, geometry, tensor_ranks)
+        return followed_plan(info, url, geometry, tensor_ranks).parts
 
     limit = config.service_timeout + config.bridge_timeout + ranks.timeout
-    return ranks.on_main("asking the servers for their sum plan", ask, limit)
+    return SumPlan(ranks.on_main("asking the servers for their sum plan", ask, limit))
 
 
 def followed_plan(info: dict[str, Any], url: str, geometry: Geometry, tensor_ranks: int) -> SumPlan:
