@@ -166,14 +166,13 @@ class _WeightedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
         rows, places, weights = ctx.saved_tensors
-        wide = gradient.to(weights.dtype)
-        order = torch.empty_like(places)
-        order[places] = torch.arange(len(places), device=places.device)
-        count = weights.shape[1]
-        of_rows = wide.index_select(0, order // count)
-        slope = of_rows * weights.reshape(-1)[order, None]
-        products = (of_rows * rows.to(weights.dtype)).sum(-1)
-        return slope.to(rows.dtype), None, products[places].view_as(weights)
+        wide, places = gradient.to(weights.dtype), places.view_as(weights)
+        slope, d_weights = torch.empty_like(rows), torch.empty_like(weights)
+        # Choice after choice: all at once would take float32 copies of every row.
+        for slot, (own, weight) in enumerate(zip(places.unbind(1), weights.unbind(1), strict=True)):
+            slope[own] = (wide * weight[:, None]).to(rows.dtype)
+            d_weights[:, slot] = (wide * rows[own]).sum(-1)
+        return slope, None, d_weights
 
 
 class _NoRows(torch.autograd.Function):

@@ -513,6 +513,7 @@ def memory_request(
         reference=config.loads_reference,
         lora=(config.lora_r, tuple(config.lora_target_modules)) if lora else None,
         world_size=_ranks("WORLD_SIZE"),
+        expert_parallel=config.expert_parallel,
         workspace=GPU_WORKSPACE if device.type == "cuda" else CPU_WORKSPACE,
         activations=_measured(geometry, dtype, device),
     )

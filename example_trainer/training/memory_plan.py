@@ -82,6 +82,7 @@ class MemoryRequest:
         reference: a second model is held for the divergence from it.
         lora: rank and projections of the adapters; None trains every parameter.
         world_size: ranks over which parameters, masters, moments and gradients are divided.
+        expert_parallel: ranks that share a layer's experts, and send each other rows.
         workspace: bytes for what cannot be counted.
         activations: of a model of transformers; where they are not measured, they are counted as if
             it were a decoder of ours.
@@ -103,6 +104,7 @@ class MemoryRequest:
     reference: bool = False
     lora: tuple[int, tuple[str, ...]] | None = None
     world_size: int = 1
+    expert_parallel: int = 1
     workspace: int = 0
     activations: Activations | None = None
 
@@ -198,14 +200,21 @@ def quantised_count(geometry: Geometry, spread: bool) -> int:
 
 
 @functools.lru_cache
-def layer_parameter_count(geometry: Geometry) -> int:
-    """Elements of the parameters of the largest layer: one unit of FSDP2."""
+def layer_parameter_count(geometry: Geometry, expert_parallel: int = 1) -> int:
+    """Elements of the parameters that FSDP2 gathers for the largest layer.
+
+    Args:
+        expert_parallel: see MemoryRequest.
+    """
     if isinstance(geometry, TransformersGeometry):
         return geometry.largest_layer
     sizes = [0] * geometry.num_layers
     for name, parameter in parameters(geometry).items():
         if name.startswith("model.layers."):
-            sizes[int(name.split(".")[2])] += parameter.size
+            size = parameter.size
+            if parameter.stacked:
+                size //= expert_parallel
+            sizes[int(name.split(".")[2])] += size
     return max(sizes)
 
 
@@ -364,22 +373,46 @@ def _layer_bytes(request: MemoryRequest) -> tuple[int, int]:
         )
         for sparse in (False, True)
     ]
+    of_kind[1] += exchanged_bytes(request)
     sparse = len(g.sparse_layers)
     dense = g.num_layers - sparse
     largest = max(bytes_ for bytes_, count in zip(of_kind, (dense, sparse), strict=True) if count)
     return dense * of_kind[0] + sparse * of_kind[1], largest
 
 
-def _flight(g: Geometry, table: Table) -> int:
+def exchanged_bytes(request: MemoryRequest) -> int:
+    """Bytes that a layer keeps more for each token because its experts are on several ranks.
+
+    With H hidden and k choices of a token:
+
+        fast, invariant   2 · s · k · H     the rows that came from other ranks; outputs, as they come back
+        reference         (s - 4) · k · H   outputs, in place of float32 copies; it keeps rows anyway
+        every table       12 · k            places
+
+    This is for an even load. A rank whose experts get more tokens keeps more.
+    """
+    g, s = request.geometry, request.dtype.itemsize
+    if request.expert_parallel == 1:
+        return 0
+    rows = 2 * s
+    if request.table == "reference":
+        rows = s - FLOAT32
+    return g.experts_per_token * (rows * g.hidden_size + 12)
+
+
+def _flight(request: MemoryRequest) -> int:
     """Elements of the dtype for each token that the backward pass of a layer's MLP needs at once.
 
     Beside the gradients of the two factors, experts need rows of the gradient, gathered for each
-    choice, and the inner values times the weights.
+    choice, and the inner values times the weights. Rows that travel exist on both ways.
     """
+    g, table = request.local, request.table
     dense = 2 * g.intermediate_size * (len(g.sparse_layers) < g.num_layers)
     rows = g.hidden_size + 4 * g.moe_intermediate_size
     if table == "reference":  # it drops what it kept of the rows as it goes back
         rows = 2 * g.moe_intermediate_size
+    if request.expert_parallel > 1:
+        rows += 2 * g.hidden_size
     return max(dense, g.experts_per_token * rows)
 
 
@@ -420,7 +453,7 @@ def backward_activation_bytes(request: MemoryRequest) -> int:
     if request.gradient_checkpointing:
         kept = g.num_layers * 2 * s * g.hidden_size + largest
     copied = FLOAT32 * bool(request.lora and s < FLOAT32)
-    flight = s * _flight(g, request.table) + (2 * s + copied) * g.hidden_size
+    flight = s * _flight(request) + (2 * s + copied) * g.hidden_size
     return request.tokens * (kept + flight)
 
 
@@ -503,7 +536,7 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     matrix = request.local.vocab_size * g.hidden_size
     twice = matrix * (request.sums and g.tie_word_embeddings)
     gradients = {GRADIENTS: FLOAT32 * (request.trained // ranks + twice)}
-    root, layer = root_parameter_count(g), layer_parameter_count(g)
+    root, layer = root_parameter_count(g), layer_parameter_count(g, request.expert_parallel)
     embedding = g.vocab_size * g.hidden_size * (not g.tie_word_embeddings)
     head, gathered = FLOAT32 * matrix * (not request.lora), {}
     if request.sharded:
@@ -745,6 +778,8 @@ def _flag_changes(
     fewer = max(request.longest, request.tokens // 2)
     if fewer < request.tokens:
         single.append((f"--tokens-per-microbatch {fewer}", {"tokens_per_microbatch": fewer}))
+    if ways := _expert_parallel_ways(request):
+        single.append((f"--expert-parallel {ways}", {"expert_parallel": ways}))
     if room.device.type == "cuda" and request.lora is None:
         if not request.offload:
             single.append(("--optimizer-offload on", {"offload": True}))
@@ -758,6 +793,14 @@ def _flag_changes(
         for count in range(1, len(single) + 1)
         for chosen in combinations(single, count)
     ]
+
+
+def _expert_parallel_ways(request: MemoryRequest) -> int:
+    """The ranks that could share the experts in place of FSDP2; 0 if they do, or cannot."""
+    experts, ranks = request.geometry.num_experts, request.world_size
+    if not request.sharded or request.expert_parallel > 1 or not experts or experts % ranks:
+        return 0
+    return ranks
 
 
 def _larger_changes(request: MemoryRequest, room: Room) -> list[tuple[str, MemoryRequest, Room]]:

@@ -21,6 +21,7 @@ from example_trainer.models.shards import GradientSums
 from example_trainer.parallel.experts import Exchange, SpreadExperts
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
+from example_trainer.training.memory_plan import MemoryRequest, Table, exchanged_bytes
 from example_trainer.training.optimizer import MasterAdamW
 from tests.geometries import geometry_of
 
@@ -108,6 +109,44 @@ def check_layer(ranks: Ranks, kind: str, dtype: torch.dtype, deterministic: bool
     assert torch.equal(results[-1][1], found_dx), "a second pass has another gradient"
 
 
+def check_kept(ranks: Ranks, dtype: torch.dtype, table: Table) -> None:
+    """With an even load, a layer keeps for its backward pass what the memory plan counts."""
+    group = dist.group.WORLD
+    assert group is not None
+    model = Decoder(GEOMETRY, dtype)
+    model.arithmetic.ops = choose_operations(CPU, dtype, table == "invariant")
+    for parameter in model.parameters():
+        parameter.data.fill_(0.1)
+    whole = model.model.layers[0].mlp.experts
+    assert isinstance(whole, Experts)
+    spread = SpreadExperts(whole, Exchange(group, ranks.world_size, EXPERTS // ranks.world_size))
+    tokens = 8 * EXPERTS
+    chosen = (torch.arange(tokens)[:, None] * CHOSEN + torch.arange(CHOSEN)) % EXPERTS
+    kept = []
+    for experts in (whole, spread):
+        own = {p.untyped_storage().data_ptr() for p in (*whole.parameters(), *spread.parameters())}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        leaves = torch.ones(tokens, 32, dtype=dtype), torch.ones(tokens, CHOSEN)
+        x, weights = (leaf.requires_grad_() for leaf in leaves)
+        own |= {one.untyped_storage().data_ptr() for one in (x, weights)}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = experts(x, weights, chosen, Packing([tokens]))
+        kept.append(sum(size for pointer, size in saved.items() if pointer not in own))
+        del output
+    request = MemoryRequest(
+        GEOMETRY, dtype, tokens, tokens, table, world_size=ranks.world_size,
+        expert_parallel=ranks.world_size,
+    )  # fmt: skip
+    planned, found = exchanged_bytes(request), (kept[1] - kept[0]) / tokens
+    assert abs(found - planned) < 2, f"{table}: keeps {found}, the plan has {planned}"
+
+
 def loaded(ranks: Ranks, folder: Path, count: int, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
     """The model of one process, and the same one spread over the ranks."""
     make = partial(sharded_decoder, world_size=ranks.world_size, expert_parallel=count)
@@ -156,6 +195,8 @@ def main(ranks: Ranks, folder: Path) -> None:
         check_layer(ranks, kind, torch.float32, deterministic=False)
         check_layer(ranks, kind, torch.bfloat16, deterministic=False)
         check_layer(ranks, kind, torch.bfloat16, deterministic=True)
+    for table in ("reference", "invariant"):
+        check_kept(ranks, torch.bfloat16, table)
     for count in (2, 4):
         if count <= ranks.world_size:
             check_logits(ranks, folder, count)

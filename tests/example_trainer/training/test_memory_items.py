@@ -22,6 +22,7 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.memory_plan import (
     Table,
     layer_activation_bytes,
+    layer_parameter_count,
     lora_parameter_count,
     parameter_count,
     plan_memory,
@@ -57,6 +58,19 @@ def test_the_items_of_a_14b_model_are_what_one_expects() -> None:
     assert "weights (this trainer's own copy)" not in single
     eighth = dict(plan_memory(request(geometry=qwen_14b(), seq_len=2048, world_size=8)).items)
     assert eighth["float32 masters"] == 4 * n // 8
+
+
+def test_shared_experts_are_gathered_in_part() -> None:
+    g = geometry(**MIXTURE)
+    experts = 8 * 3 * 96 * 256
+    assert layer_parameter_count(g) - layer_parameter_count(g, 4) == experts - experts // 4
+    gathered, shared = (
+        plan_memory(request(geometry=g, world_size=4, expert_parallel=count)) for count in (1, 4)
+    )
+    assert gathered.lasting == shared.lasting, "a rank keeps the same experts in both ways"
+    item = "layers, gathered and reduced"
+    in_both = [plan.moments["backward of the layers"][item] for plan in (gathered, shared)]
+    assert in_both[0] / layer_parameter_count(g) == in_both[1] / layer_parameter_count(g, 4)
 
 
 def test_adapters_are_small() -> None:

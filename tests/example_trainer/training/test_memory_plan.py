@@ -28,6 +28,7 @@ from example_trainer.training.memory_plan import (
     token_budget,
 )
 from tests.example_trainer.training.memory_cases import geometry, qwen_7b, qwen_14b, request
+from tests.geometries import geometry_of
 from vllm_patching.weights.families import Geometry
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -156,6 +157,23 @@ def test_remedies_are_those_that_suffice() -> None:
     assert any("--gradient-checkpointing (" in text for text in remedies(asked, room(1)))
     longer = replace(asked, seq_len=32768, tokens_per_microbatch=65536, world_size=4)
     assert "--tokens-per-microbatch 32768" in str(remedies(longer, room(1024)))
+
+
+def test_a_refusal_names_expert_parallelism_where_it_suffices() -> None:
+    """Qwen3-30B-A3B over 8 GPUs: of the gathered layers, nearly all is experts."""
+    sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    mixture = geometry_of("Qwen3Moe", 48, 2048, 6144, 32, 4, 128, 151936, **sizes)
+    asked = request(
+        geometry=mixture, seq_len=1024, tokens_per_microbatch=1024, table="fast", world_size=8,
+        gradient_checkpointing=True,
+    )  # fmt: skip
+    totals = [plan_memory(replace(asked, expert_parallel=count)).total / GIB for count in (1, 8)]
+    assert totals[0] - totals[1] > 3
+    between = room(sum(totals) / 2, ranks_here=8)
+    assert remedies(asked, between)[0].startswith("--expert-parallel 8 (")
+    # 128 experts cannot be divided among 6 ranks, and are shared already by 8.
+    for other in (replace(asked, world_size=6), replace(asked, expert_parallel=8)):
+        assert "--expert-parallel" not in str(remedies(other, room(20)))
 
 
 @settings(max_examples=60, deadline=None)
