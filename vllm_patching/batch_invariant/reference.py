@@ -1,4 +1,8 @@
-"""The operations on a CPU: slow, but a row's bits do not depend on its neighbours.
+"""The operations on a CPU: slow, but a row's bits do not depend on its neighbours, and a value's
+not on the number of columns.
+
+Exponentials are taken in float64 and rounded back. A library computes the last few of a row by
+other code than the ones before, and the two differ in a float32's last bit.
 
 Any floating dtype.
 """
@@ -84,7 +88,7 @@ def rotary_embedding(
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """See ops.silu_and_mul; rounded once."""
-    gate, up = _wide(x).chunk(2, dim=-1)
+    gate, up = x.double().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
@@ -142,8 +146,8 @@ def attention_varlen(
             scores = (keys[:, :seen] * _wide(q[token]).unsqueeze(1)).sum(
                 -1
             ) * scale  # [heads, seen]
-            total = torch.logsumexp(scores, dim=-1)
-            weights = torch.exp(scores - total.unsqueeze(-1))
+            total = _log_sum_exp(scores)
+            weights = torch.exp((scores - total.unsqueeze(-1)).double()).to(scores.dtype)
             out[token] = (values[:, :seen] * weights.unsqueeze(-1)).sum(1).to(q.dtype)
             lse[:, token] = total
     return out, lse
@@ -151,4 +155,8 @@ def attention_varlen(
 
 def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """See ops.log_sum_exp."""
-    return torch.logsumexp(_wide(logits.contiguous()), dim=-1)
+    return _log_sum_exp(_wide(logits.contiguous()))
+
+
+def _log_sum_exp(x: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(x.double(), dim=-1).to(x.dtype)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.forked_commands import start_unguarded
 from vllm_patching.batch_invariant import ops
+from vllm_patching.batch_invariant import self_test as testing
 from vllm_patching.batch_invariant.layouts_test import split_attention_failure, width_checks
 from vllm_patching.batch_invariant.plan import ENTRY, PARTS, SumPlan, plan_of
 from vllm_patching.batch_invariant.provenance import provenance, provenance_difference
@@ -191,6 +193,44 @@ def test_the_self_test_compares_a_ranks_heads_with_all(
     assert failure().startswith(
         f"attention of {heads // 2} of {heads} heads differs from that of all heads: first at row 3"
     )
+
+
+def small_rank() -> SimpleNamespace:
+    """The modules of one of vLLM's ranks that the self-test reads, with random weights."""
+
+    def linear(rows: int, columns: int, seed: int) -> SimpleNamespace:
+        return SimpleNamespace(weight=normal(rows, columns, dtype=torch.bfloat16, seed=seed))
+
+    table = ops.rotary_table(8, 64, 1e4, torch.bfloat16, torch.device("cpu"))
+    attention = SimpleNamespace(
+        qkv_proj=linear(32, 16, 0), o_proj=linear(16, 16, 1), head_dim=8, q_size=16, kv_size=8,
+        rotary_emb=SimpleNamespace(cos_sin_cache=table, is_neox_style=True),
+        total_num_heads=4, total_num_kv_heads=2,
+    )  # fmt: skip
+    mlp = SimpleNamespace(
+        gate_up_proj=linear(24, 16, 2), down_proj=linear(16, 12, 3), act_fn=torch.nn.Identity()
+    )
+    norm = SimpleNamespace(weight=normal(16, dtype=torch.bfloat16), variance_epsilon=1e-6)
+    layer = SimpleNamespace(self_attn=attention, mlp=mlp, input_layernorm=norm)
+    embedding = SimpleNamespace(embed_tokens=linear(64, 16, 4), layers=[layer])
+    return SimpleNamespace(model=embedding)
+
+
+def test_the_self_test_of_several_ranks_tests_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the checks that need vLLM's layers or a GPU."""
+    for name, value in {"ROWS": 9, "HEAD_ROWS": 6}.items():
+        monkeypatch.setattr(testing, name, value)
+    monkeypatch.setattr(testing, "_layers_failure", lambda layer: "")
+    monkeypatch.setattr(testing, "attention_failure", lambda *shape: "")
+    monkeypatch.setattr(testing, "split_attention_failure", lambda *shape: f"heads {shape[:4]}")
+    monkeypatch.setattr(testing, "rank_sum_failure", lambda layer, ranks: "")
+    one, four = testing.self_test(small_rank()), testing.self_test(small_rank(), 4)
+    assert one["failure"] == ""
+    assert four["failure"] == "heads (4, 2, 8, 4)"
+    batches = {9: 2 * 7, 6: 2 * 5}  # at both ends, of every size below the rows
+    assert four["checks"] - one["checks"] == (1 + 2 * 2) * batches[9] + 2 * batches[6]
+    monkeypatch.setattr(testing, "rank_sum_failure", lambda layer, ranks: "a sum differs")
+    assert testing.self_test(small_rank(), 2)["failure"] == "a sum differs"
 
 
 KERNEL = """
