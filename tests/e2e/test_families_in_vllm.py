@@ -58,6 +58,14 @@ CASES: dict[str, dict[str, Any]] = {
     "Qwen2": {"head_dim": 64},
     "Mistral": {"sliding_window": 20},
     "Qwen3": {"head_dim": 64, "rope_parameters": YARN},  # vLLM refuses Qwen's windows
+    "Qwen3Moe": {
+        "head_dim": 64,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
 }
 SIZES = {
     "vocab_size": 256,

@@ -31,6 +31,7 @@ SHARED_WORKER = "vllm_patching.batch_invariant.worker.DeterministicSharedWorker"
 
 _REFUSED: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "it was never tried"),
+    "enable_expert_parallel": (False, "ranks add their experts in an order that the trainer does not follow; leave it out"),
     "data_parallel_size": (1, "start one server for each replica instead"),
     "decode_context_parallel_size": (1, "it splits the sums of attention"),
     "enable_lora": (False, "the kernels of adapters have no counterpart in the trainer; leave it out, train all weights"),

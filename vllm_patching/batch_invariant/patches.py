@@ -7,6 +7,7 @@ built, in the worker.
     logprobs: one block per row, or (V2) over bf16     chunks over the whole GPU
     softmax of the sampler: torch's sum, by row count  exp(log_softmax)
     all-reduce over tensor-parallel ranks: NCCL        gather, then add in the ranks' order
+    router and experts: Triton, tiles by row count     sorted rows, grouped product, slots in order
 
 RoPE, silu_and_mul and attention stay vLLM's, and the trainer calls those.
 """
@@ -25,6 +26,7 @@ from vllm_patching.compat.batch_invariant import (
     keep_nccl_variables,
     replace_batch_invariant,
 )
+from vllm_patching.compat.experts import replace_experts
 
 
 def apply_patches() -> list[str]:
@@ -40,6 +42,11 @@ def apply_patches() -> list[str]:
     return replace_batch_invariant(
         _rms_norm, _linear, ops.log_softmax, ops.token_logprobs, _softmax, sum_over_ranks
     )
+
+
+def patch_experts() -> list[str]:
+    """Replace vLLM's router and experts in a worker; see `apply_patches`."""
+    return replace_experts(_linear, ops.route, ops.experts)
 
 
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:

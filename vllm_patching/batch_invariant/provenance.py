@@ -26,6 +26,8 @@ OPERATIONS = (
     "attention_varlen",
     "chosen_logprobs",
     "add_parts",
+    "route",
+    "experts",
 )
 
 
@@ -67,6 +69,8 @@ def provenance(plan: SumPlan | None = None) -> dict[str, str]:
         "attention_varlen": f"{vllm} flash_attn {flash_attention_version(device.major)} num_splits=1 page=16",
         "chosen_logprobs": ours,
         "add_parts": ours,
+        "route": ours,
+        "experts": f"torch grouped_mm, {ours}",
         **shared,
         "machine": f"{device.name} sm_{device.major}{device.minor} {device.multi_processor_count} SMs",
     }

@@ -5,8 +5,9 @@ library promises it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,12 +20,18 @@ from vllm_patching.batch_invariant.bits import (
     random_rows,
     same_bits,
 )
+from vllm_patching.batch_invariant.experts_test import (
+    expert_operations,
+    layer_pairs,
+    ties_failure,
+)
 from vllm_patching.batch_invariant.layouts_test import (
     rank_sum_failure,
     split_attention_failure,
     width_checks,
 )
 from vllm_patching.batch_invariant.provenance import table_hash
+from vllm_patching.compat.experts import other_experts
 
 SIZES = (
     1,
@@ -76,7 +83,7 @@ def self_test(model: Any, ranks: int = 1) -> dict[str, Any]:
     Collective over the server's tensor-parallel ranks.
 
     Args:
-        model: vLLM's, a dense decoder, on the GPU.
+        model: vLLM's, a decoder with dense layers, layers of experts or both, on the GPU.
         ranks: tensor-parallel ranks.
 
     Returns:
@@ -85,7 +92,7 @@ def self_test(model: Any, ranks: int = 1) -> dict[str, Any]:
     """
     started = time.monotonic()
     try:
-        layer = _first_layer(model)
+        layer, mixture = _first_layers(model)
     except UnsupportedModel as error:
         return {"checks": 0, "failure": str(error), "rotary_table": "", "seconds": 0.0}
     checks, failure = 0, ""
@@ -93,12 +100,16 @@ def self_test(model: Any, ranks: int = 1) -> dict[str, Any]:
         if ranks > 1:
             # First, because all ranks take part in it: a rank that fails later leaves none waiting.
             failure = ran("the sum over ranks", partial(rank_sum_failure, layer, ranks))
-        for name, total, operation, *expected in _all_operations(model, layer, ranks):
+        experts = [] if mixture is None else expert_operations(mixture, ROWS)
+        everything = chain(_all_operations(model, layer, ranks), experts)
+        for name, total, operation, *expected in everything:
             if failure:
                 break
             checks += 2 * len(_sizes(total))
             failure = ran(name, partial(first_difference, name, operation, total, *expected))
         failure = failure or ran("vLLM's layers", partial(_layers_failure, layer))
+        if mixture is not None:
+            failure = failure or ran("vLLM's experts", partial(_experts_failure, mixture))
         failure = failure or ran("attention", partial(_attention, layer, ranks))
     return {
         "checks": checks,
@@ -132,24 +143,42 @@ def _gpu() -> str:
     return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
 
 
-def _first_layer(model: Any) -> Any:
-    layer = model.model.layers[0]
-    for path in (
-        "self_attn.qkv_proj",
-        "self_attn.o_proj",
-        "self_attn.rotary_emb.cos_sin_cache",
-        "mlp.gate_up_proj",
-        "mlp.act_fn",
-    ):
+def _first_layers(model: Any) -> tuple[Any, Any]:
+    """Return a layer to test, a dense one if there is any, and the experts of a layer or None.
+
+    Raises:
+        UnsupportedModel: a layer has other parts than the shared operations compute.
+    """
+    dense, mixtures = list[Any](), list[Any]()
+    for layer in model.model.layers:
+        is_mixture = hasattr(layer.mlp, "experts")
+        _require_parts(model, layer, _MIXTURE if is_mixture else _DENSE)
+        (mixtures if is_mixture else dense).append(layer)
+    if not mixtures:
+        return dense[0], None
+    mixture = mixtures[0].mlp
+    if reason := other_experts(mixture):
+        raise UnsupportedModel(
+            f"deterministic mode does not know the experts of {type(model).__name__}: {reason}"
+        )
+    return (dense or mixtures)[0], mixture
+
+
+_ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj", "self_attn.rotary_emb.cos_sin_cache")
+_DENSE = (*_ATTENTION, "mlp.gate_up_proj", "mlp.act_fn")
+_MIXTURE = (*_ATTENTION, "mlp.gate.weight", "mlp.experts.routed_experts.w13_weight")
+
+
+def _require_parts(model: Any, layer: Any, paths: tuple[str, ...]) -> None:
+    for path in paths:
         part = layer
         for name in path.split("."):
             part = getattr(part, name, None)
         if part is None:
             raise UnsupportedModel(
                 f"deterministic mode does not know {type(model).__name__}: its layers have no {path}; "
-                "it knows dense decoders like Qwen3, Qwen2.5 and Llama"
+                "it knows decoders like Qwen3, Qwen2.5, Llama and Qwen3-MoE"
             )
-    return layer
 
 
 def _sizes(total: int) -> list[int]:
@@ -223,12 +252,9 @@ def _operations(model: Any, layer: Any, ranks: int) -> Iterator[tuple[str, int, 
     """(name, rows, operation) for each shape of the model."""
     attention, mlp = layer.self_attn, layer.mlp
     head_weight = _head_weight(model)
-    named = {
-        "qkv_proj": attention.qkv_proj,
-        "o_proj": attention.o_proj,
-        "gate_up_proj": mlp.gate_up_proj,
-        "down_proj": mlp.down_proj,
-    }
+    named = {"qkv_proj": attention.qkv_proj, "o_proj": attention.o_proj}
+    if hasattr(mlp, "gate_up_proj"):
+        named |= {"gate_up_proj": mlp.gate_up_proj, "down_proj": mlp.down_proj}
     weights = {
         name: (module.weight.data, getattr(module, "bias", None)) for name, module in named.items()
     }
@@ -265,13 +291,19 @@ def _operations(model: Any, layer: Any, ranks: int) -> Iterator[tuple[str, int, 
         ROWS,
         lambda s: _both(ops.rotary_embedding(positions[s], q[s], k[s], dim, table, interleaved)),
     )
-    gate_up = random_rows(ROWS, weights["gate_up_proj"][0].shape[0], like=norm.weight, seed=4)
+    gate_up = random_rows(ROWS, _gate_up_width(mlp), like=norm.weight, seed=4)
     yield f"silu_and_mul [{gate_up.shape[1]}]", ROWS, lambda s: ops.silu_and_mul(gate_up[s])
     vocabulary = ranks * head_weight.shape[0]  # the sampler has the logits of all ranks
     logits = 4 * random_rows(HEAD_ROWS, vocabulary, like=norm.weight, seed=5)
     ids = torch.arange(HEAD_ROWS, device=x.device).unsqueeze(1) % logits.shape[1]
     yield "chosen_logprobs", HEAD_ROWS, lambda s: ops.token_logprobs(logits[s], ids[s])
     yield "softmax of the sampler", HEAD_ROWS, lambda s: ops.log_softmax(logits[s]).exp_()
+
+
+def _gate_up_width(mlp: Any) -> int:
+    if hasattr(mlp, "gate_up_proj"):
+        return int(mlp.gate_up_proj.weight.shape[0])
+    return int(mlp.experts.routed_experts.w13_weight.shape[1])
 
 
 def _linear_rows(
@@ -297,7 +329,6 @@ def _layers_failure(layer: Any) -> str:
         part.contiguous()
         for part in qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
     )
-    gate_up = ops.linear(x, mlp.gate_up_proj.weight, getattr(mlp.gate_up_proj, "bias", None))
     dim, table = attention.head_dim, attention.rotary_emb.cos_sin_cache
     pairs = {
         "RMSNorm": (norm(x.clone()), ops.rms_norm(x, norm.weight, eps)),
@@ -306,7 +337,6 @@ def _layers_failure(layer: Any) -> str:
             _both(ops.fused_add_rms_norm(x, residual, norm.weight, eps)),
         ),
         "qkv_proj": (attention.qkv_proj(x)[0], qkv),
-        "gate_up_proj": (mlp.gate_up_proj(x)[0], gate_up),
         "rotary_emb": (
             _both(attention.rotary_emb(positions, q.clone(), k.clone())),
             _both(
@@ -315,8 +345,20 @@ def _layers_failure(layer: Any) -> str:
                 )
             ),
         ),
-        "act_fn": (mlp.act_fn(gate_up), ops.silu_and_mul(gate_up)),
     }
+    if hasattr(mlp, "gate_up_proj"):
+        gate_up = ops.linear(x, mlp.gate_up_proj.weight, getattr(mlp.gate_up_proj, "bias", None))
+        pairs["gate_up_proj"] = (mlp.gate_up_proj(x)[0], gate_up)
+        pairs["act_fn"] = (mlp.act_fn(gate_up), ops.silu_and_mul(gate_up))
+    return _pairs_failure(pairs)
+
+
+def _experts_failure(mixture: Any) -> str:
+    """Return one line if vLLM's experts do not compute what the operations do."""
+    return ties_failure(mixture) or _pairs_failure(layer_pairs(mixture))
+
+
+def _pairs_failure(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
     for name, (theirs, ours) in pairs.items():
         if not same_bits(theirs, ours):
             return f"vLLM's layer {name} does not run the shared operation: {describe_difference(theirs, ours)}"

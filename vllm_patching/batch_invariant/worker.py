@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_patching.batch_invariant.patches import apply_patches
+from vllm_patching.batch_invariant.patches import apply_patches, patch_experts
 from vllm_patching.batch_invariant.plan import SumPlan
 from vllm_patching.batch_invariant.provenance import provenance
 from vllm_patching.batch_invariant.self_test import self_test
@@ -17,7 +17,7 @@ from vllm_patching.worker.extension import LockstepWorkerExtension
 
 logger = worker_logger("lockstep.deterministic")
 
-for _replaced in apply_patches():
+for _replaced in [*apply_patches(), *patch_experts()]:
     logger.info("[Deterministic] replaced %s", _replaced)
 
 

@@ -228,7 +228,6 @@ FAMILIES = {
             o_bias="attention_bias",
             qk_norm=True,
             off=("use_sliding_window",),
-            no_determinism="Qwen3-MoE, whose experts vLLM computes with other kernels,",
             windowed=_switched_window,
             defaults=_QWEN
             | {

@@ -33,7 +33,6 @@ from example_trainer.models.qwen3 import Qwen3ModelArgs, Qwen3VLLMCompatModel
 from tests.example_trainer.deterministic.cases import INVARIANT_CASES, Draws, Sizes
 from tests.example_trainer.deterministic.determinism_check import LENGTHS, packed_bits, run_bits
 from tests.example_trainer.deterministic.training import SMALL, decoder_for, summed_gradients
-from vllm_patching.weights.families import FAMILIES
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
@@ -87,10 +86,8 @@ MIXTURE = replace(
 
 
 @pytest.fixture
-def mixture(monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    """A mixture in deterministic mode, whether or not a server has one."""
-    family = replace(FAMILIES[MIXTURE.architecture], no_determinism="")
-    monkeypatch.setitem(FAMILIES, MIXTURE.architecture, family)
+def mixture() -> Decoder:
+    """A mixture in deterministic mode."""
     return decoder_for("cpu", geometry=MIXTURE)
 
 
