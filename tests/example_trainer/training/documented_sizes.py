@@ -25,7 +25,7 @@ SMALL_CARDS = {"24 GB": (23.6, 23.1), "48 GB": (44.5, 43.9)}
 """GiB in all and free, as an RTX 4090 and an L40S report them before a training."""
 MODELS = (
     "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen3-1.7B", "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B",
-    "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-72B-Instruct",
+    "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-72B-Instruct",
 )  # fmt: skip
 SHARED = 0.45
 """vLLM's share of a GPU that start.sh lets it share with the trainer."""

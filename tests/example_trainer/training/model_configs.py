@@ -52,10 +52,21 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-72B-Instruct": _qwen2(8192, 29568, 80, 64, 8),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
     "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
+    "Qwen/Qwen3-30B-A3B": _qwen3(2048, 6144, 48, 32, tied=False)
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
 }
 PARAMETERS = {
     "Qwen/Qwen2.5-1.5B-Instruct": 1.54e9, "Qwen/Qwen2.5-3B": 3.09e9, "Qwen/Qwen2.5-3B-Instruct": 3.09e9,
     "Qwen/Qwen2.5-7B-Instruct": 7.62e9, "Qwen/Qwen2.5-14B-Instruct": 14.77e9, "Qwen/Qwen2.5-72B-Instruct": 72.7e9,
     "Qwen/Qwen3-1.7B": 1.72e9, "Qwen/Qwen3-8B": 8.19e9,
+    "Qwen/Qwen3-30B-A3B": 30.5e9,
 }  # fmt: skip
 """Parameters of each, as its page on the hub states them (a tied output matrix counted once)."""

@@ -69,6 +69,7 @@ def test_every_command_of_the_pages_is_found(commands: list[Documented]) -> None
         "docs/determinism.md": 1,
         "docs/fleet.md": 1,
         "docs/lora.md": 1,
+        "docs/mixtures.md": 1,
         "docs/operations.md": 2,
         "docs/parameter-server.md": 1,
         "docs/restarts.md": 1,
