@@ -15,6 +15,7 @@
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-crossed (four: 14B to four ranks from a trainer of four, one of each on a GPU; MPS as for 2-crossed) ·
 #       4-late (three or more: a rank that is late) · gathering (four; two and four ranks gather 14B; needs no vLLM) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
+#       2-layouts (two: deterministic trainers of two ranks, needs no server) ·
 #       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
 #       resumed (one: 40 steps over each bridge, twice, one of them killed in the middle and resumed: the same weights) ·
 #       exact-on-ray (one; two for a broadcast too: a run on Ray killed whole and started again: the same weights) ·
@@ -165,6 +166,10 @@ case $kind in
         status=1
       }
     done
+    ;;
+  2-layouts)
+    mkdir -p "$out"
+    timeout -k 25 500 "$python" -u tests/gpu/check_deterministic_layouts.py --json "$out/deterministic_layouts.json" || status=1
     ;;
   one-gpu)
     # The first of them leaves most of the processor idle, on which the model's texts are made.

@@ -2,7 +2,9 @@
 of the whole model.
 
 FORKED_RANKS=N python -m tests.forked_ranks layout_worker.py KIND FOLDER STEPS [FAULT]
-    KIND: fsdp or tensor_parallel, with the number of vLLM's ranks behind it
+    KIND: fsdp, experts (each two ranks share a layer's) or tensor_parallel, with the number of
+        vLLM's ranks behind it
+    LAYOUT_DEVICE=cuda: on GPUs, one for each rank
     FAULT: kill: rank 1 kills itself; bit: a logprob is wrong; none, and STEPS 0: look at gradients
 """
 
@@ -36,10 +38,19 @@ from example_trainer.training.runs import Run, SavedStep
 from example_trainer.training.step import BatchGradients, guarded_step, make_objective
 from tests.example_trainer.deterministic.training import config, rollouts
 from vllm_patching.batch_invariant.plan import SumPlan
+from vllm_patching.batch_invariant.settings import enable_settings
 
 DTYPE = torch.bfloat16
+ON_GPU = os.environ.get("LAYOUT_DEVICE") == "cuda"
+SEQUENCES, TOKENS = 4, 60
+if ON_GPU:
+    SEQUENCES, TOKENS = 64, 1000
 SAVED = 1
 """The step whose checkpoint the next run goes on from."""
+
+
+def device_of(rank: int) -> torch.device:
+    return torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
 
 
 class Spread:
@@ -52,13 +63,17 @@ class Spread:
         size, group = ranks.world_size, dist.group.WORLD
         make = {
             "fsdp": partial(sharded_decoder, world_size=size, deterministic=True),
+            "experts": partial(
+                sharded_decoder, world_size=size, deterministic=True, expert_parallel=2
+            ),
             "tensor_parallel": partial(
                 split_decoder, rank=ranks.rank, size=size, group=group, deterministic=True
             ),
         }[kind]
         self.ranks, self.model_path = ranks, str(folder / "model")
-        self.model: Decoder = load_model(self.model_path, dtype, "cpu", make)
-        self.sampler = load_model(self.model_path, dtype, "cpu", deterministic_decoder)
+        device = device_of(ranks.rank)
+        self.model: Decoder = load_model(self.model_path, dtype, device, make)
+        self.sampler = load_model(self.model_path, dtype, device, deterministic_decoder)
         self.model.arithmetic.plan = self.sampler.arithmetic.plan = SumPlan(parts)
         self.options: TrainerConfig = config(folder, max_grad_norm=0.5, lr=1e-3, **options)
         self.optimizer: MasterAdamW = make_optimizer(self.options, self.model)
@@ -77,19 +92,20 @@ class Spread:
         for name, parameter in self.sampler.named_parameters():
             with torch.no_grad():
                 parameter.copy_(masters[name])
-        return rollouts(self.sampler, self.optimizer.steps, self.optimizer.steps, 4)
+        return rollouts(self.sampler, self.optimizer.steps, self.optimizer.steps, SEQUENCES)
 
     def bins(self, batch: Batch) -> list[list[PackedBin]]:
         """Each rank's bins."""
         split = self.model.split.size > 1
         (packed,) = pack_batch(
             batch,
-            tokens_per_bin=60,
+            tokens_per_bin=TOKENS,
             ranks=1 if split else self.ranks.world_size,
             normalisation="token",
             max_tokens=128,
             share_prefixes=False,
         )
+        packed = [[one.to(self.optimizer.device) for one in mine] for mine in packed]
         return packed * self.ranks.world_size if split else packed
 
     def step(self, batch: Batch) -> str:
@@ -188,5 +204,9 @@ def main(ranks: Ranks, kind: str, folder: Path, steps: int, fault: str) -> None:
 
 if __name__ == "__main__":
     arguments = [*sys.argv[1:], ""]
-    with join_ranks(60, torch.device("cpu")) as joined:
+    here = device_of(int(os.environ["RANK"]))
+    if ON_GPU:
+        enable_settings()
+        torch.cuda.set_device(here)
+    with join_ranks(60, here) as joined:
         main(joined, arguments[0], Path(arguments[1]), int(arguments[2]), arguments[3])

@@ -4,9 +4,6 @@ the run is repeated, also after a rank was killed, and one error on all ranks.
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +12,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.models import save_model
 from example_trainer.models.shards import sum_in_order
 from tests.conftest import ROOT, Processes
-from tests.example_trainer.deterministic.training import decoder_for
-from tests.example_trainer.parallel.spread_cases import make_geometry
-from tests.example_trainer.parallel.test_spread_training import hugging_face_config
-
-WORKER = Path(__file__).with_name("layout_worker.py")
-POSITIONS = 128
-SEED = 3
-"""Makes spread_cases.make_geometry's untied Qwen3 of two heads."""
-
-
-def checkpoint(folder: Path, seed: int) -> None:
-    """Write a small model."""
-    geometry = replace(make_geometry(seed), max_positions=POSITIONS)
-    model = decoder_for("cpu", seed, geometry).to(torch.bfloat16)
-    save_model(model, folder / "model")
-    described = hugging_face_config(seed) | {"max_position_embeddings": POSITIONS}
-    (folder / "model" / "config.json").write_text(json.dumps(described))
+from tests.example_trainer.deterministic.layouts import ranks_command, write_model, written
 
 
 def run(
     processes: Processes, ranks: int, arguments: list[object], fails: bool = False
 ) -> list[dict[str, Any]]:
     """Run the ranks; return what each has written."""
-    folder = Path(str(arguments[1]))
-    command = [sys.executable, "-m", "tests.forked_ranks", WORKER, *map(str, arguments)]
     environment = {"PYTHONPATH": str(ROOT), "FORKED_RANKS": str(ranks)}
+    command = ranks_command(*arguments)
     process = processes.start("ranks", command, environment=environment, may_finish=True)
     status = process.guard.wait(timeout=240)
     assert (status != 0) == fails, process.log_path.read_text()
-    if fails:
-        return []
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return [] if fails else written(Path(str(arguments[1])), ranks)
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp1", 3), ("tensor_parallel2", 2)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "name"),
+    [("fsdp1", 3, "untied"), ("tensor_parallel2", 2, "untied")],
+)
 def test_a_killed_run_has_the_bits_of_one_that_was_not(
-    kind: str, ranks: int, processes: Processes, tmp_path: Path
+    kind: str, ranks: int, name: str, processes: Processes, tmp_path: Path
 ) -> None:
     """The worker compares each token with the whole model's."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-        checkpoint(folder, SEED)
+        write_model(folder, name)
     first, *others = run(processes, ranks, [kind, whole, 3])
     assert len({first["1"], first["2"], first["3"]}) == 3, "every step changes the weights"
     assert all(other == first for other in others)
@@ -75,7 +55,7 @@ def test_a_killed_run_has_the_bits_of_one_that_was_not(
 def test_one_bit_of_one_rank_stops_all_with_one_error(
     kind: str, ranks: int, processes: Processes, tmp_path: Path
 ) -> None:
-    checkpoint(tmp_path, SEED)
+    write_model(tmp_path, "untied")
     results = run(processes, ranks, [kind, tmp_path, 1, "bit"])
     assert all(result == results[0] for result in results)
     assert results[0]["error"].startswith("1 of ")
@@ -84,13 +64,16 @@ def test_one_bit_of_one_rank_stops_all_with_one_error(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("kind", "ranks", "seed"), [("fsdp2", 3, SEED), ("tensor_parallel4", 4, 5)]
+    ("kind", "ranks", "name"),
+    [
+        ("fsdp2", 3, "untied"),
+        ("tensor_parallel4", 4, "tied"),
+    ],
 )
 def test_gradients_are_those_of_one_rank(
-    kind: str, ranks: int, seed: int, processes: Processes, tmp_path: Path
+    kind: str, ranks: int, name: str, processes: Processes, tmp_path: Path
 ) -> None:
-    """Seed 5 is tied, and has so few tokens that two of four ranks have padding alone."""
-    checkpoint(tmp_path, seed)
+    write_model(tmp_path, name)
     run(processes, ranks, [kind, tmp_path, 0])
 
 

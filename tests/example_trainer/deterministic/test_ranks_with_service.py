@@ -87,6 +87,7 @@ class Ranks(Run):
             "checkpoint-interval": 1,
             "seq-len": 64,
             "lr": 1e-2,
+            "kl-coef": 0.05,
             "num-threads": 1,
             "rank-timeout": 60,
         }

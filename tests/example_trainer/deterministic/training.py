@@ -77,16 +77,19 @@ def rollouts(model: Decoder, seed: int, version: int, count: int = 6) -> Batch:
         longest = 100 if number == 1 else 20  # one of more than a tile
         length, prompt = int(torch.randint(longest - 15, longest, (1,), generator=generator)), 2
         tokens = torch.randint(0, model.geometry.vocab_size, (length,), generator=generator)
+        device = model.output_weight.device
+        there = tokens.to(device)
         with torch.no_grad():
-            hidden = model(tokens[:-1], Packing([length - 1]))[prompt - 1 :]
-            logprobs, _ = model.chosen_logprobs(hidden, tokens[prompt:], Packing([length - prompt]))
+            hidden = model(there[:-1], Packing([length - 1], device))[prompt - 1 :]
+            counts = Packing([length - prompt], device)
+            logprobs, _ = model.chosen_logprobs(hidden, there[prompt:], counts)
         trained = length - prompt
         sequences.append(
             TrainedSequence(
                 tokens=tokens.numpy(),
                 positions=torch.arange(prompt, length).numpy(),
                 fields={
-                    "rollout_logprobs": logprobs.numpy(),
+                    "rollout_logprobs": logprobs.cpu().numpy(),
                     "advantages": torch.full((trained,), 1.0 if number % 2 else -1.0).numpy(),
                     "versions": torch.full((trained,), version).numpy(),
                 },
