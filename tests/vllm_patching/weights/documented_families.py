@@ -5,8 +5,13 @@ python -m tests.vllm_patching.weights.documented_families     prints the table
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from bench.gpu.shapes import SHAPES
 from tests.e2e.test_families_in_vllm import CASES
 from tests.geometries import geometry_of
 from vllm_patching.weights.families import FAMILIES, PROJECTIONS, Family, adapted_projections
@@ -21,8 +26,30 @@ HEAD = (
     "adapters on",
     "ran with vLLM on",
 )
-ON_GPUS = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""Architectures of the models that bench/results/ names."""
+RESULTS = PAGE.parents[1] / "bench" / "results"
+
+
+@cache
+def architectures_on_gpus() -> frozenset[str]:
+    """Return the architectures that a results file of a machine with GPUs and vLLM names."""
+    found = set()
+    for path in RESULTS.glob("*.json"):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        machine = data.get("machine") or {}
+        if machine.get("gpus") and machine.get("vllm", "not installed") != "not installed":
+            found |= {name for shape in shapes_in(data) for name in SHAPES[shape]["architectures"]}
+    return frozenset(found)
+
+
+def shapes_in(data: Any) -> Iterator[str]:
+    """Yield the names of shapes in the contents of a results file."""
+    if isinstance(data, list):
+        data = dict(enumerate(data))
+    if isinstance(data, dict):
+        if data.get("shape") in SHAPES:
+            yield data["shape"]
+        for value in data.values():
+            yield from shapes_in(value)
 
 
 def row(family: Family) -> list[str]:
@@ -44,7 +71,7 @@ def row(family: Family) -> list[str]:
 
 def _machines(architecture: str) -> str:
     """Return where a model of the architecture was trained or compared beside vLLM."""
-    machines = ["GPUs"] if architecture in ON_GPUS else []
+    machines = ["GPUs"] if architecture in architectures_on_gpus() else []
     if architecture.removesuffix("ForCausalLM") in CASES:
         machines.append("CPUs")
     return ", ".join(machines) or "none"
