@@ -83,7 +83,7 @@ MAX_FUNCTION_LINES = 60
 MAX_COMPLEXITY = 12
 LONG_FUNCTIONS = {
     "atroposlib": 0,
-    "example_trainer": 2,
+    "example_trainer": 0,
     "vllm_patching": 0,
     "tests": 38,
 }

@@ -80,6 +80,26 @@ def _columns(pair, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.cons
 
 
 @triton.jit
+def _load_pairs(x, at, column, partner, live):
+    """The two values of each pair, in float32."""
+    first = tl.load(x + at + column[None, :], mask=live, other=0.0).to(tl.float32)
+    second = tl.load(x + at + partner[None, :], mask=live, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _turns(positions, table, row, tokens, pair, live, PAIRS: tl.constexpr):
+    """Cosine and sine by which each pair is rotated; 1 and 0 for those that stay."""
+    place = (
+        tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * PAIRS) + pair[None, :]
+    )
+    turns = live & (pair < PAIRS)[None, :]
+    cos = tl.load(table + place, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(table + place + PAIRS, mask=turns, other=0.0).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
 def _heads(
     qkv, q, k, q_weight, k_weight, positions, table, tokens, heads, kv_heads, stride, eps,
     NORMED: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -95,8 +115,7 @@ def _heads(
     in_head = pair < HALF
     live = (row < tokens)[:, None] & in_head[None, :]
     at = row[:, None] * stride + head * (2 * HALF)
-    first = tl.load(qkv + at + column[None, :], mask=live, other=0.0).to(tl.float32)
-    second = tl.load(qkv + at + partner[None, :], mask=live, other=0.0).to(tl.float32)
+    first, second = _load_pairs(qkv, at, column, partner, live)
     is_query = head < heads
     if NORMED:
         weight = q_weight if is_query else k_weight
@@ -111,12 +130,7 @@ def _heads(
             scale[:, None]
             * tl.load(weight + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
         )
-    place = (
-        tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * PAIRS) + pair[None, :]
-    )
-    turns = live & (pair < PAIRS)[None, :]
-    cos = tl.load(table + place, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(table + place + PAIRS, mask=turns, other=0.0).to(tl.float32)
+    cos, sin = _turns(positions, table, row, tokens, pair, live, PAIRS)
     out = q if is_query else k
     count = heads if is_query else kv_heads
     local = head if is_query else head - heads
@@ -158,26 +172,14 @@ def _heads_gradient(
         count = heads if is_query else kv_heads
         local = head if is_query else head - heads
         at = row[:, None] * (count * 2 * HALF) + local * (2 * HALF)
-        rotated = tl.load(upstream + at + column[None, :], mask=live, other=0.0).to(tl.float32)
-        rotated_second = tl.load(upstream + at + partner[None, :], mask=live, other=0.0).to(
-            tl.float32
-        )
-        place = (
-            tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * PAIRS)
-            + pair[None, :]
-        )
-        turns = live & (pair < PAIRS)[None, :]
-        cos = tl.load(table + place, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(table + place + PAIRS, mask=turns, other=0.0).to(tl.float32)
+        rotated, rotated_second = _load_pairs(upstream, at, column, partner, live)
+        cos, sin = _turns(positions, table, row, tokens, pair, live, PAIRS)
         # A rotation's transpose is the rotation back.
         first = rotated * cos + rotated_second * sin
         second = rotated_second * cos - rotated * sin
         if NORMED:
             source = row[:, None] * stride + head * (2 * HALF)
-            normed = tl.load(qkv + source + column[None, :], mask=live, other=0.0).to(tl.float32)
-            normed_second = tl.load(qkv + source + partner[None, :], mask=live, other=0.0).to(
-                tl.float32
-            )
+            normed, normed_second = _load_pairs(qkv, source, column, partner, live)
             squares = tl.sum(normed * normed, axis=1) + tl.sum(
                 normed_second * normed_second, axis=1
             )

@@ -162,11 +162,7 @@ def attention_backward(
     tokens, heads, width = q.shape
     kv_heads = k.shape[1]
     padded = max(16, triton.next_power_of_2(width))
-    delta = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    rows = max(1, 2048 // padded)
-    _row_dots[(triton.cdiv(tokens * heads, rows),)](
-        out, upstream, delta, tokens * heads, width, ROWS=rows, WIDTH=padded, num_warps=4
-    )
+    delta = _dots(out, upstream, padded)
     dq = torch.empty((tokens, heads, width), dtype=q.dtype, device=q.device)
     dk = torch.empty((tokens, kv_heads, width), dtype=k.dtype, device=q.device)
     dv = torch.empty_like(dk)
@@ -194,26 +190,25 @@ def attention_backward(
         "KEYS": size,
         "num_warps": 8 if padded > 128 else 4,
     }
+    inputs = (q, k, v, upstream, lse, delta)
     _query_gradient[(len(starts), heads)](
-        q, k, v, upstream, lse, delta, dq, starts, lengths, begins, *common, **blocks, num_stages=2
+        *inputs, dq, starts, lengths, begins, *common, **blocks, num_stages=2
     )
     _key_value_gradient[(len(starts), kv_heads)](
-        q,
-        k,
-        v,
-        upstream,
-        lse,
-        delta,
-        dk,
-        dv,
-        starts,
-        lengths,
-        ends,
-        *common,
-        **blocks,
-        num_stages=1,
+        *inputs, dk, dv, starts, lengths, ends, *common, **blocks, num_stages=1
     )
     return dq, dk, dv
+
+
+def _dots(out: Tensor, upstream: Tensor, padded: int) -> Tensor:
+    """Return the dot product of each row of two [tokens, heads, width], in float32."""
+    tokens, heads, width = out.shape
+    dots = torch.empty((tokens, heads), dtype=torch.float32, device=out.device)
+    rows = max(1, 2048 // padded)
+    _row_dots[(triton.cdiv(tokens * heads, rows),)](
+        out, upstream, dots, tokens * heads, width, ROWS=rows, WIDTH=padded, num_warps=4
+    )
+    return dots
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
