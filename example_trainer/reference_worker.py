@@ -61,9 +61,9 @@ TAKEN: dict[type[Section], tuple[str, ...]] = {
     BatchOptions: ("tokens_per_microbatch",),
     AlgorithmOptions: ("logprob_chunk",),
 }
-"""Of the trainer's sections, the fields whose flags are flags here too."""
+"""Fields of the trainer's sections whose flags are flags here too."""
 MOST_TOKENS = 1 << 16
-"""Of the groups that are leased at a time."""
+"""Limit of the tokens of the groups that are leased at a time."""
 SHARE_OF_LEASE = 0.25
 """No more is leased than takes so much of a lease, so that a machine that is busy with something
 else still answers in time."""

@@ -64,7 +64,7 @@ CONNECTION_SECONDS = 60.0
 MOST_BODY = 256 << 20
 """Bytes of a request's body. vLLM itself reads a body of any length into memory."""
 LAST_ANSWERS_SECONDS = 2
-"""How long a server that is ending waits for answers that are on their way out."""
+"""Limit of the wait of an ending server for answers that are on their way out."""
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",

@@ -21,7 +21,7 @@ from example_trainer.errors import BridgeError
 logger = logging.getLogger(__name__)
 
 QUICK_SECONDS = 5.0
-"""What a server answers at once, however busy it is, it answers within this time."""
+"""Limit of the calls that a server answers at once, however busy it is."""
 _MARGIN_SECONDS = 10.0
 _LOG_EVERY_SECONDS = 10.0
 _POLL_SECONDS = 0.5
@@ -47,7 +47,7 @@ class VLLMClient:
 
     what = "vLLM server"
     options = "--vllm-host and --vllm-port"
-    """What it is, and the options that name it, for messages."""
+    """The name of a server and the options that name it, for messages."""
 
     def __init__(
         self,

@@ -301,7 +301,7 @@ BUILT_IN: dict[str, Callable[[bool, float], Advantages]] = {
 }
 """Name -> (whether to divide, β) -> the function."""
 DIVIDED = ("group", "batch", "group_batch")
-"""Those whose advantages may be divided by a standard deviation."""
+"""Baselines whose advantages may be divided by a standard deviation."""
 
 
 def _in_groups(flat: Sequence[float], groups: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -66,7 +66,7 @@ AGES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16)
 """The least age of each class for which the KL is reported, in weight versions; the last class has
 no end."""
 PERCENTILES = (1, 50, 95, 99)
-"""Of the ratio trainer ÷ sampler."""
+"""Shown percentiles of the ratio trainer ÷ sampler."""
 
 _FINEST = 1e-4
 """Log ratios well below this are counted in even steps, larger ones in steps that grow with

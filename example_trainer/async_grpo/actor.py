@@ -89,10 +89,10 @@ class Launch:
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT_SECONDS = 30.0
-"""How long the port of an earlier life is waited for: whoever was killed beside its actor is still
-being ended."""
+"""Limit of the wait for the port of an earlier process, which is still being ended if its actor was
+killed too."""
 LOG_BYTES = 1 << 18
-"""Of a log that is carried to the driver's machine at once."""
+"""Part of a log that is carried to the driver's machine at once."""
 
 
 class NodeProblem(Exception):

@@ -107,11 +107,9 @@ WAITING_SECONDS = 30.0
 """Between two lines about a role that cannot be placed, or does not answer."""
 STOP_MARGIN_SECONDS = 30.0
 SILENT_SECONDS = 30.0
-"""How long an actor may not answer, while Ray does not report it as lost, before it counts as
-lost."""
+"""Silence after which an actor counts as lost, although Ray does not report it as lost."""
 LOOK_SECONDS = 60.0
-"""How long an actor that is there may take to report on its process; it asks that one for ten
-seconds at most."""
+"""Limit for an actor's report on its process, which the actor asks for ten seconds at most."""
 
 
 class RunFailed(TrainerError):

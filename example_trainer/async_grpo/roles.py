@@ -22,7 +22,7 @@ from example_trainer.launcher import roles as commands
 EXACT = 1e-6
 """Ray counts resources in ten-thousandths."""
 NODE = "node:"
-"""How the name of a resource begins that only the node of an address has."""
+"""Beginning of the name of a resource that only the node of an address has."""
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ def age(version: int, epoch: int | None, present: int, lives: Sequence[TrainerSe
 # not trained hold anything, or nothing.
 
 ROUNDING = 1e-3
-"""How far above 0 a logprob may lie by rounding, in nats; further up it is no logprob, such as the
-1.0 of prompt positions."""
+"""Largest logprob above 0 that counts as rounding, in nats. A larger number, such as the 1.0 of
+prompt positions, is not a logprob."""
 LEAST = float(np.finfo(np.float32).min)
 _first = itemgetter(0)
 

@@ -47,7 +47,7 @@ Minibatches = Sequence[Sequence[PackedBin]]
 
 _NAME, _WHAT = "bins", "handing out a batch"
 _CHANNEL_POLL_SECONDS = 0.02
-"""How often a rank looks for a batch. It does not wait in a message of Gloo's, which nothing but
+"""Interval at which a rank looks for a batch. It does not wait in a message of Gloo's, which nothing but
 the other side can end."""
 
 
@@ -156,10 +156,10 @@ def decode(data: Tensor) -> Minibatches:
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 2.0
-"""How often upkeep is looked after while a batch is waited for."""
+"""Interval of the upkeep during the wait for a batch."""
 CLOSE_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
-"""How soon a signal is noticed while a batch is waited for."""
+"""Interval at which a signal is noticed during the wait for a batch."""
 
 
 @dataclass(frozen=True)

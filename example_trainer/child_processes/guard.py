@@ -40,9 +40,9 @@ from example_trainer.child_processes.files import cannot_write, write_whole
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LEFTOVER_SECONDS = 3.0
-"""How long what the command left behind has between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL for the processes that the command left behind."""
 KILL_SECONDS = 10.0
-"""How long a killed process may take to vanish before the guard gives up on it, with an error line."""
+"""Limit for a killed process to vanish. After it the guard gives the process up, with an error line."""
 ENDING_BYTES = 128
 
 

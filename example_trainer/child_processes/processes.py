@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 GUARD = Path(__file__).with_name("guard.py")
 GUARD_MARGIN_SECONDS = 20.0
-"""What the guard may need on top of the grace period to sweep up what the command left behind."""
+"""Time of the guard, beside the grace period, to end the processes that the command left behind."""
 
 
 class ProcessError(RuntimeError):

@@ -41,11 +41,11 @@ from example_trainer.launcher.stack import Stack
 
 SERVICE_SECONDS = 60.0
 SETTLE_SECONDS = 1.5
-"""How long a part without a port must live before its start counts as one."""
+"""Time that a part without a port must run before it counts as started."""
 LEFTOVER_SECONDS = 20.0
-"""How long a process that outlived its keeper may take to vanish after SIGKILL."""
+"""Limit for a process that outlived its keeper to vanish after SIGKILL."""
 BRIDGE_CONFIG, BRIDGE_CONFIGS = "vllm_bridge_config.json", "vllm_bridge_config*.json"
-"""What a vLLM server publishes in its LOGDIR, and the names that several of them have there."""
+"""The file that a vLLM server publishes in its LOGDIR, and the names for several servers."""
 LOCK = ".stack-lock"
 
 Say = Callable[[str], None]
@@ -375,7 +375,7 @@ def published_by(record: Record, records: Records) -> dict[Path, str]:
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a living process holds a lock on a file, as a vLLM server does on its own."""
+    """Report if a living process holds a lock on a file, as a vLLM server does on its own."""
     with file.open() as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)

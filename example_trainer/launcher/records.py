@@ -190,7 +190,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a process ended: its status (128 + n for signal n) and the Unix time."""
+    """The end of a process: its status (128 + n for signal n) and the Unix time."""
 
     code: int
     at: float
@@ -235,7 +235,7 @@ class Records:
         return in_order(file.stem for file in self.folder.glob("*.json") if kind_of(file.stem))
 
     def exit_of(self, part: str) -> Exit | None:
-        """How a part ended; None if it runs, or was killed together with its keeper."""
+        """Return the end of a part; None if it runs, or was killed together with its keeper."""
         try:
             return Exit(**json.loads(self.exit_file(part).read_text()))
         except (FileNotFoundError, ValueError, TypeError):
@@ -261,7 +261,7 @@ def outputs_of(pid: int) -> set[str]:
 
 
 def owner_is_me(identity: Identity) -> bool:
-    """Whether the process belongs to this user."""
+    """Report if the process belongs to this user."""
     try:
         return Path("/proc", str(identity.pid)).stat().st_uid == os.getuid()
     except FileNotFoundError:

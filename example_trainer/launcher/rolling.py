@@ -94,7 +94,7 @@ class Roller:
         return self.stack.vllm_url(server_number(part) or 0)
 
     def ask(self, parts: Sequence[str]) -> dict[str, FleetRow]:
-        """What servers say of themselves."""
+        """Ask servers for their state."""
         return {part: ask_server(self.url(part)) for part in parts}
 
     def restart(self, part: str) -> None:
@@ -138,7 +138,7 @@ class Roller:
             time.sleep(POLL_SECONDS)
 
     def missing(self, part: str, served_at: float | None) -> tuple[str, float | None]:
-        """What a server lacks to count as back, in a few words, empty if nothing; and since when it
+        """Return what a server lacks to count as back, in a few words, empty if nothing; and since when it
         has served the present weights, in seconds of `time.monotonic`.
 
         The others are asked first, so that an update that comes in between never makes this one
@@ -161,7 +161,7 @@ class Roller:
         return self.missing_at_trainer(fleet, self.url(part), served_at), served_at
 
     def missing_at_trainer(self, fleet: Fleet | None, url: str, served_at: float) -> str:
-        """What the trainer's table still lacks.
+        """Return what the trainer's table still lacks.
 
         Without a table, as in modes without a fleet, the server's word counts.
         """

@@ -141,7 +141,7 @@ def _gradients(
 
 
 def _at(temperature: float | Tensor, rows: slice) -> float | Tensor:
-    """What divides the logits of some rows: one number, or a column."""
+    """Return the divisor of the logits of some rows: one number, or a column."""
     return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
 
 

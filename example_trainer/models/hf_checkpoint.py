@@ -32,7 +32,7 @@ from vllm_patching.weights.families import (
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of one weight file; the size that Hugging Face's own checkpoints have."""
+"""Limit of one weight file; the size that Hugging Face's own checkpoints have."""
 _HUB_FILES = ["*.safetensors", INDEX_FILE, "*.json", "*.txt", "*.model", "*.jinja"]
 _NOT_FROM_HUB = ["consolidated*"]
 """The weights again under other names, in Mistral's repositories."""

@@ -84,7 +84,7 @@ class Packing:
 
     @property
     def shared(self) -> bool:
-        """Whether any span continues another."""
+        """Report if any span continues another."""
         return any(parent != NO_PARENT for parent in self.parents)
 
     @cached_property
@@ -122,7 +122,7 @@ class Packing:
         return self._sent(torch.tensor([0, *self.seen]).cumsum(0).to(torch.int32))
 
     def index_tensors(self) -> list[Tensor]:
-        """What rotation and attention read of it, made now if it was not before."""
+        """The tensors that rotation and attention read, made now if they were not before."""
         return [
             tensor
             for tensor in (self.cu_seqlens, self.positions, self.key_rows, self.cu_keys)

@@ -332,7 +332,7 @@ class Shards:
         raise NotImplementedError("one process holds every parameter whole")
 
     def take(self, name: str, whole: Tensor, block: int = 1) -> Tensor:
-        """What this rank holds of a whole tensor, padding included.
+        """Return this rank's part of a whole tensor, padding included.
 
         Args:
             block: elements in a row of the parameter for which the tensor has one element; here and

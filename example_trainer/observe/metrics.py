@@ -30,7 +30,7 @@ from example_trainer.observe.exporter import MetricsServer
 logger = logging.getLogger(__name__)
 
 _OWN = "eval/"
-"""What names of metrics begin with in many environments, and all names on dashboards do here."""
+"""Beginning of the names of metrics in many environments, and of all names on dashboards here."""
 
 
 class EvaluationFile:

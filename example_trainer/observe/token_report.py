@@ -20,7 +20,7 @@ from torch import Tensor
 from example_trainer.batch.packing import PackedBin
 
 MOST_TOKENS = 32_768
-"""Of a report: half a MiB of JSON, which every service takes as an acknowledgement."""
+"""Limit of a report: half a MiB of JSON, which every service takes as an acknowledgement."""
 
 Place = tuple[int, int]
 """Group of the batch, sequence of the group."""

@@ -39,7 +39,7 @@ T = TypeVar("T")
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _FAILED = "failed"
 _REASON_SECONDS = 2.0
-"""How long to wait for the reason that a failing rank leaves behind, after its connections
+"""Limit of the wait for the reason that a failing rank leaves behind, after its connections
 broke."""
 
 

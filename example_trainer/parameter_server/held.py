@@ -148,7 +148,7 @@ class HeldWeights(WeightReceiver):
         self._pinned: int | None = None
         self._receiving = 0
         self.orders: queue.SimpleQueue[tuple[int, int, bool]] = queue.SimpleQueue()
-        """What rank 0 wants all shards to hand out: weight epoch, version, and whether to
+        """Orders of rank 0, which all shards hand out: weight epoch, version, and whether to
         everyone."""
         updater = _CopyUpdater(rank, layout, num_bytes, self.copies)
         self.lockstep_open(self.manifest, self.copies[0].tensors, 0, logger, updater)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
 PROCESS_BYTES = 300 << 20
-"""What torch's thread pools and the HTTP server take beside the weights."""
+"""Memory of torch's thread pools and the HTTP server, beside the weights."""
 
 
 def serve(options: ParameterServerOptions, stop: StopSignal) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0
 HELLO_SECONDS = 5.0
-"""How long a stranger may keep the shards from being met."""
+"""Limit for a stranger to keep the shards from being met."""
 LOOK_SECONDS = 1.0
 MARGIN_SECONDS = 30.0
 """The others wait so much longer than rank 0, whose message is the better one."""

@@ -109,7 +109,7 @@ def put_in_place(draft: Path, final: Path) -> None:
 STALLED_SECONDS = 600.0
 """After so long without any progress a save counts as failed."""
 _SHARE_OF_FREE_MEMORY = {"cuda": 0.7, "cpu": 0.25}
-"""How much of it a copy may take, by the device that trains: on a CPU, training itself needs it."""
+"""Share of the free memory that a copy may take, by the device: on a CPU, training needs it."""
 _SENT_AT_ONCE = 64 << 20
 """Elements in one message between ranks."""
 

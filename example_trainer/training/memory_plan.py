@@ -583,7 +583,7 @@ OUTSIDE_SHARE = 2 << 30
 """Bytes that a vLLM process takes beyond its --gpu-memory-utilization: the CUDA context and
 captured graphs."""
 PLANNED_SHARE = 0.92
-"""Of the free memory: the plan is right within a few per cent, and the allocator's blocks do not
+"""Share of the free memory: the plan is right within a few per cent, and the allocator's blocks do not
 fit into each other."""
 
 

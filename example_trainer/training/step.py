@@ -435,8 +435,8 @@ def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> No
 
 
 GRACE_SECONDS = 20.0
-"""How long a rank that ran out of memory waits for the other ranks, and a GPU has to
-finish what it was given."""
+"""Limit of a rank that ran out of memory for the wait for the other ranks, and of a GPU to
+finish its work."""
 
 
 def guarded_step(

@@ -151,7 +151,7 @@ class BatchSource(Protocol):
 # cause.
 
 ERROR_SECONDS, SIGNAL_SECONDS = 10.0, 2.0
-"""How long the rollout service may be away for the report."""
+"""Limit of the rollout service's absence for the report."""
 
 
 class BatchFailures:
@@ -213,7 +213,7 @@ class BatchFailures:
 logger = logging.getLogger(__name__)
 
 LAST_EVALUATIONS_SECONDS = 5.0
-"""How long the end of a run waits for the results of evaluations that the service has."""
+"""Limit of the wait at the end of a run for results of evaluations that the service has."""
 
 
 @dataclass

@@ -94,7 +94,7 @@ class WeightBridge(ABC):
     """The trainer's model may have another dtype than the server's: weights are rounded to the
     latter."""
     handing_over: str = "sync"
-    """What `sync` is called in a timeline."""
+    """The name of `sync` in a timeline."""
 
     @abstractmethod
     def serving_dtype(self) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""What is left of a run: summary.json, the plot and the closing table."""
+"""The results of a run: summary.json, the plot and the closing table."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def machine() -> str:
 def summarise(
     options: Options, metrics: MetricsFile, before: Evaluation, after: Evaluation, phases: Phases
 ) -> dict[str, Any]:
-    """What summary.json holds.
+    """Return the contents of summary.json.
 
     Args:
         options: what was asked for.
@@ -120,7 +120,7 @@ def summarise(
 
 
 def weight_updates(metrics: MetricsFile) -> int:
-    """How many steps ended with vLLM serving a newer version than before that step."""
+    """Count the steps that ended with vLLM serving a newer version than before that step."""
     versions = [number(step, "weight_version") for step in metrics.steps]
     known = [0.0, *(version for version in versions if version is not None)]
     return sum(later > earlier for earlier, later in itertools.pairwise(known))
@@ -163,7 +163,7 @@ def changed_answer(logs: Path) -> tuple[str, str, str] | None:
 
 
 def said(messages: Sequence[Mapping[str, str]]) -> list[str]:
-    """What the model and its tools said, in order."""
+    """Return the messages of the model and its tools, in order."""
     return [
         message["content"].strip()
         for message in messages

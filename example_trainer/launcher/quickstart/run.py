@@ -50,7 +50,7 @@ EVALUATION_SECONDS = 900.0
 STALL_SECONDS = 300.0
 """Longest time without a training step, the trainer's own start included."""
 FINISH_SECONDS = 180.0
-"""How long the trainer may take after its last step, to write the checkpoint."""
+"""Limit for the trainer to write the checkpoint after its last step."""
 
 LOCK = ".quickstart-lock"
 MADE_HERE = (
@@ -63,7 +63,7 @@ MADE_HERE = (
     "reward.png",
     "commands.sh",
 )
-"""What a run puts into its output folder, and what the next one in the same folder removes
+"""Files that a run puts into its output folder. The next run in the same folder removes them
 first."""
 
 

@@ -55,7 +55,7 @@ def peft_config(settings: LoraSettings, base_model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WrittenAdapter:
-    """What one writing left on the disk.
+    """An adapter as it was written to the disk.
 
     Attributes:
         checksum: over the file's header and data, as the server computes it.

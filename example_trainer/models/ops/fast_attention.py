@@ -27,7 +27,7 @@ _Attention = Callable[[Tensor, Tensor, Tensor, Packing, float, int | None], Tens
 _FLASH_ATTENTION_4 = (9, 0)
 """Compute capability from which on FlashAttention 4 has kernels for both directions."""
 _WIDEST_HEAD = 128
-"""Of FlashAttention 4's backward pass."""
+"""Limit of FlashAttention 4's backward pass."""
 
 
 def attention(

@@ -220,8 +220,8 @@ def _silu_and_mul(x, y, width, SIZE: tl.constexpr):
 def _softmax_figures(
     logits, targets, logprobs, entropies, lses, width, stride, inverse_temperature, BY_ROW: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Of one row, in one pass: log Σ exp, the target's logprob, and the entropy log Σ exp - Σ
-    softmax · logit.
+    """Figures of one row, in one pass: log Σ exp, the target's logprob, and the entropy
+    log Σ exp - Σ softmax · logit.
 
     BY_ROW: `inverse_temperature` is where each row's is, and not one number for all.
     """

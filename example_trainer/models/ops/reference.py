@@ -260,8 +260,8 @@ def _mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
 
 
 def _repeats_heads(q: Tensor) -> bool:
-    """Whether shared key/value heads must be repeated for attention: in float32 no GPU kernel of
-    torch knows shared heads, and what it falls back on keeps length × length matrices."""
+    """Report if shared key/value heads must be repeated for attention. In float32 none of torch's
+    GPU kernels knows shared heads, and the fallback keeps length × length matrices."""
     return q.is_cuda and q.dtype is torch.float32
 
 

@@ -295,3 +295,16 @@ def test_suffix_sums_keep_to_their_sequence() -> None:
     values, sequence = torch.arange(1.0, 13.0), made_up().sequence
     assert suffix_sums(values, sequence).tolist() == [1, 14, 12, 9, 5, 13, 7, 50, 42, 33, 23, 12]
     assert suffix_sums(values[:0], sequence[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("several_updates", [False, True])
+@pytest.mark.parametrize("ratio", ["now", "proximal"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ratio_is_one_if_the_old_policy_is_the_present_one(
+    kind: Correction, ratio: RatioTo, several_updates: bool
+) -> None:
+    correction = CorrectionSettings(kind=kind, ratio=ratio)
+    objective = Objective("grpo", grpo, CLIP, correction)
+    truncates_present = ratio == "now" and "truncate" in kind
+    one_update = ratio == "proximal" and kind != "none" and not several_updates
+    assert objective.ratio_is_one(several_updates) == (truncates_present or one_update)

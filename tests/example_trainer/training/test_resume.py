@@ -209,6 +209,12 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
         choose_start("auto", tmp_path, MODEL, 7000)
 
 
+def test_a_run_is_marked_in_a_folder_that_is_made_for_it(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "first"
+    mark_run(Run("a", MODEL, (TrainerSession(1, 0),)), folder)
+    assert [file.suffix for file in folder.iterdir()] == [".json"]
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
