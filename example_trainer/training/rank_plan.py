@@ -19,6 +19,8 @@ import torch
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
+from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
+from example_trainer.parallel.experts import require_expert_parallel
 from example_trainer.parallel.launch import is_launched, place_of
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
@@ -181,6 +183,9 @@ def _beside_server(config: TrainerConfig, gpus: int, stop: StopSignal) -> RankPl
 
 def _spread(config: TrainerConfig, gpus: int, flags: tuple[str, ...]) -> RankPlan:
     count = max(1, _asked_ranks(config, gpus))
+    if config.expert_parallel > 1:  # refused here, or every rank would write the same error
+        geometry = read_geometry(find_checkpoint(config.model_name))[0]
+        require_expert_parallel(config.expert_parallel, count, geometry)
     if count == 1:
         _log_idle(gpus, "--ranks is 1")
         if flags:

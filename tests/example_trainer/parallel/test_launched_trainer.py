@@ -4,6 +4,8 @@ inference server.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import sys
@@ -12,8 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.models import load_model
+from studies.starter_model import mixture
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.test_grpo import Run
 from tests.http_server import HttpServer
@@ -122,4 +127,45 @@ def test_what_is_refused_moves_no_file_of_the_run_before(
     )
     assert [path.name for path in metrics.parent.iterdir()] == ["metrics.jsonl"]
     assert metrics.read_text() == '{"step": 1}\n'
+    assert not (run.folder / "checkpoints").exists()
+
+
+def test_a_mixture_is_trained_with_its_experts_on_two_ranks(
+    processes: Processes, free_port: Callable[[], int], model: Path, tmp_path: Path
+) -> None:
+    """And goes on with FSDP2 alone: its checkpoints are whole."""
+    mixture.main(["--model", str(model), "--output", str(tmp_path / "mixture")])
+    run = LaunchedRun(processes, free_port(), tmp_path / "mixture", tmp_path)
+    run.post(0, 1)
+    spread = [*TWO_RANKS, "--expert-parallel", "2", "--router-balance-coef", "0.01"]
+    trainer = run.launched(*spread, "--router-z-coef", "0.001", "--training-steps", "2")
+    assert trainer.guard.wait(timeout=180) == 0, trainer.tail(5)
+    rows = [json.loads(line) for line in (tmp_path / "figures/metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(1 <= row["expert_load"] <= row["expert_load_max"] <= 4 for row in rows)
+    assert all(0 < row["router_entropy"] < math.log(4) for row in rows)
+    lines = trainer.log_path.read_text().splitlines()
+    assert sum("  expert load " in line for line in lines) == 2, "rank 0 logs for all"
+    saved, before = (
+        load_model(str(folder), torch.float32)
+        for folder in (tmp_path / "checkpoints" / "step_2", tmp_path / "mixture")
+    )
+    for name, parameter in saved.named_parameters():
+        assert not torch.equal(parameter, before.get_parameter(name)), f"{name} was not trained"
+    run.post(2, 3)
+    trainer = run.launched(*TWO_RANKS, "--training-steps", "4", "--resume", "auto")
+    assert trainer.guard.wait(timeout=180) == 0, trainer.tail(5)
+    assert run.saved() == ["step_2", "step_4"]
+
+
+def test_a_number_that_does_not_divide_is_one_line(
+    processes: Processes, free_port: Callable[[], int], model: Path, tmp_path: Path
+) -> None:
+    mixture.main(["--model", str(model), "--output", str(tmp_path / "mixture")])
+    run = LaunchedRun(processes, free_port(), tmp_path / "mixture", tmp_path)
+    trainer = run.launched(*TWO_RANKS, "--expert-parallel", "3")
+    assert trainer.guard.wait(timeout=120) == 2
+    (line,) = trainer.log_path.read_text().splitlines()
+    assert line.startswith("ERROR ")
+    assert line.endswith("--expert-parallel 3 does not divide the 2 trainer rank(s); give 1 or 2")
     assert not (run.folder / "checkpoints").exists()

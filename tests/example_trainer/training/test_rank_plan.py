@@ -5,6 +5,7 @@ of one process.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from example_trainer.process import StopSignal
 from example_trainer.training import rank_plan
 from example_trainer.training.rank_plan import plan_ranks
 from example_trainer.weight_bridge.factory import prefers_single_copy
+from studies.starter_model import mixture
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.weights.sharding import ShardSpec, Slice
 
@@ -225,10 +227,14 @@ def test_several_updates_of_a_batch_are_broadcast(machine: Machine) -> None:
     assert machine.questions == 0
 
 
-def test_ranks_that_share_experts_are_no_single_copy(machine: Machine) -> None:
+def test_ranks_that_share_experts_are_no_single_copy(machine: Machine, tmp_path: Path) -> None:
+    mixture.main(["--output", str(tmp_path)])
     machine.gpus, machine.info = ("a", "b"), server_info(2, ("a", "b"))
-    assert machine.plan(**SHARED, expert_parallel=2).count == 2
+    options = SHARED | {"model_name": str(tmp_path)}
+    assert machine.plan(**options, expert_parallel=2).count == 2
     assert machine.questions == 0
+    with pytest.raises(ConfigError, match="--expert-parallel 4 does not divide the 2"):
+        machine.plan(**options, expert_parallel=4)
 
 
 def test_a_launched_rank_starts_none(machine: Machine) -> None:
