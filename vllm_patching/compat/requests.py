@@ -57,6 +57,15 @@ def logprobs_mode(engine: Any) -> str:
     return str(engine.model_config.logprobs_mode)
 
 
+def returns_routed_experts(engine: Any) -> bool:
+    """Return whether outputs have the experts of each token (`--enable-return-routed-experts`)."""
+    later = getattr(getattr(engine, "vllm_config", None), "aux_output_config", None)
+    return any(
+        getattr(config, "enable_return_routed_experts", False)
+        for config in (later, engine.model_config)
+    )
+
+
 def vocabulary_size(engine: Any) -> int:
     """The number of token ids that the model has logits for."""
     return int(engine.model_config.get_vocab_size())

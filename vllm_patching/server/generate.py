@@ -14,8 +14,14 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field, model_validator
 
-from vllm_patching.compat.requests import logprobs_mode, tokenizer_of, vocabulary_size
+from vllm_patching.compat.requests import (
+    logprobs_mode,
+    returns_routed_experts,
+    tokenizer_of,
+    vocabulary_size,
+)
 from vllm_patching.protocol.messages import Message
+from vllm_patching.protocol.routed_experts import to_wire
 from vllm_patching.server.state import Span, VersionSpans
 
 LARGEST_COUNT = 2**31 - 1
@@ -74,6 +80,11 @@ class GenerateRequest(Message):
         default=False,
         description="score the prompt's tokens and answer the logprobs as numbers in `prompt_token_logprobs`, and no tables",
     )
+    routed_experts: bool = Field(
+        default=False,
+        description="answer the experts of every token but the last in `routed_experts`; the server needs "
+        "--enable-return-routed-experts",
+    )
 
     @model_validator(mode="after")
     def _numbers_or_tables(self) -> GenerateRequest:
@@ -104,6 +115,7 @@ class GenerateRequest(Message):
             "return_text",
             "prompt_logprobs",
             "prompt_token_logprobs",
+            "routed_experts",
         }
         values = self.model_dump(exclude=ours, exclude_none=True)
         if self.seed is not None:
@@ -159,6 +171,9 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     predicts; as a number never below -9999, which stands for a token that is impossible. They come
     from the model itself, at temperature 1, whatever the sampling parameters and `--logprobs-mode`
     are.
+
+    `routed_experts[completion]`, where it was asked for, has the experts of each token of prompt and
+    completion but the last one, which the model has not read: see `vllm_patching.protocol.routed_experts`.
     """
 
     text: list[str] | msgspec.UnsetType = msgspec.UNSET
@@ -168,6 +183,7 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     token_logprobs: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[int, float]] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_logprobs: list[float | None] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: list[str] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[list[int]]
     prompt_token_ids: list[int]
     weight_versions: list[int]
@@ -221,6 +237,11 @@ class Generator:
         if request.return_text:
             response.text = [one.text for one in completions]
         _add_logprobs(response, request, completions, outputs[0][0].prompt_logprobs)
+        if request.routed_experts:
+            tokens = [len(token_ids) + len(one.token_ids) - 1 for one in completions]
+            response.routed_experts = [
+                _experts_of(one, count) for one, count in zip(completions, tokens, strict=True)
+            ]
         return response
 
     async def _prompt_of(self, request: GenerateRequest) -> list[int]:
@@ -237,6 +258,11 @@ class Generator:
         if request.scores_prompt and (mode := logprobs_mode(self._engine)).endswith("_logits"):
             raise ValueError(
                 f"this server runs with --logprobs-mode {mode} and has logits where logprobs are asked for"
+            )
+        if request.routed_experts and not returns_routed_experts(self._engine):
+            raise ValueError(
+                "routed_experts is asked for, and this server does not keep the experts of tokens: "
+                "start it with --enable-return-routed-experts"
             )
         if not request.stop_token_ids:
             return
@@ -296,6 +322,22 @@ class Generator:
             return final, self._spans.finish(request_id, len(final.outputs[0].token_ids))
         finally:
             self._spans.forget(request_id)
+
+
+def _experts_of(completion: Any, tokens: int) -> str:
+    """Return the experts of a sample's tokens for the wire.
+
+    Raises:
+        RuntimeError: vLLM has them of other tokens.
+    """
+    experts = completion.routed_experts
+    if experts is None or len(experts) != tokens:
+        count = "no" if experts is None else len(experts)
+        raise RuntimeError(
+            f"vLLM answered the experts of {count} tokens of a sample, where the model has read "
+            f"{tokens}; leave routed_experts out"
+        )
+    return to_wire(experts)
 
 
 def _add_logprobs(

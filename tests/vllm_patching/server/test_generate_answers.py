@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from vllm_patching.compat.outputs import take_logprobs_together
+from vllm_patching.protocol.routed_experts import from_wire
 from vllm_patching.server.generate import (
     CutOff,
     GenerateRequest,
@@ -369,3 +370,51 @@ def test_a_group_that_was_broken_off_may_be_asked_of_another_server(
     start, told = asyncio.run(run())
     assert start["status"] == 503
     assert said in told["body"]
+
+
+def routed(monkeypatch: pytest.MonkeyPatch, tokens: int | None, keeps: bool = True) -> list[str]:
+    """Return the experts that /generate answers for a prompt of two tokens and a completion of two.
+
+    Args:
+        tokens: of which vLLM has the experts; None: it has none.
+        keeps: vLLM keeps experts.
+    """
+    spans = VersionSpans()
+    aux = SimpleNamespace(enable_return_routed_experts=keeps)
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),
+        vllm_config=SimpleNamespace(aux_output_config=aux),
+    )
+    generator = Generator(engine, spans)
+    sample = completion([(5, -1.0)], [(6, -2.0)])
+    experts = None if tokens is None else np.arange(tokens * 4, dtype=np.uint8).reshape(-1, 2, 2)
+    sample.routed_experts = experts  # type: ignore[attr-defined]
+
+    async def one(token_ids: list[int], parameters: dict[str, Any]) -> tuple[Any, list[Span]]:
+        assert "routed_experts" not in parameters
+        output = SimpleNamespace(outputs=[sample], prompt_logprobs=None)
+        return output, [Span(Weights(9, 4), 2)]
+
+    monkeypatch.setattr(generator, "_one", one)
+    request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids=[1, 2]), routed_experts=True)
+    answer = json.loads(asyncio.run(generator.generate(request)).to_json())
+    words: list[str] = answer["routed_experts"]
+    return words
+
+
+def test_experts_of_all_tokens_but_the_last_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    (word,) = routed(monkeypatch, 3)
+    assert from_wire(word).tolist() == np.arange(12).reshape(3, 2, 2).tolist()
+
+
+@pytest.mark.parametrize("tokens", [None, 2, 4])
+def test_experts_of_other_tokens_are_not_answered(
+    tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match="where the model has read 3"):
+        routed(monkeypatch, tokens)
+
+
+def test_experts_that_vllm_does_not_keep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="start it with --enable-return-routed-experts"):
+        routed(monkeypatch, 3, keeps=False)
