@@ -9,10 +9,18 @@
 # the rest; scripts/setup.sh installs it first, at the version named here.
 #
 # Packages that the lists name stay at their versions unless something new forbids it; scripts/lock.sh --upgrade takes the newest.
+#
+# scripts/lock.sh --vllm VERSION FILE resolves requirements.txt with another vLLM into FILE, and changes nothing else.
 set -euo pipefail
+upgrade='' vllm='' file=''
 case ${1:-} in
-  '' | --upgrade) upgrade=${1:-} ;;
-  *) echo "lock: unknown option '$1'; there is --upgrade alone" >&2; exit 2 ;;
+  '') ;;
+  --upgrade) upgrade=$1 ;;
+  --vllm)
+    vllm=${2:?which version of vLLM} file=$(realpath -m "${3:?the file for the list}")
+    [[ $vllm =~ ^[0-9]+(\.[0-9]+)+$ ]] || { echo "lock: '$vllm' is not a version such as 0.33.0" >&2; exit 2; }
+    ;;
+  *) echo "lock: unknown option '$1'; there are --upgrade and --vllm VERSION FILE" >&2; exit 2 ;;
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tools=$(mktemp -d)
@@ -39,6 +47,14 @@ lock() {
   } > "$into"
   rm "$tools/lock.txt"
 }
+if [[ -n $vllm ]]; then
+  # requirements-gpu.txt gives the versions to keep where the other vLLM allows them.
+  sed "s/^vllm==.*/vllm==$vllm/" requirements.txt > "$tools/requirements.txt"
+  cp requirements-gpu.txt "$tools/gpu.txt"
+  lock "$tools/requirements.txt" "$tools/gpu.txt" --require-hashes
+  sed "1s/.*/# Made by scripts\/lock.sh --vllm $vllm; install with: pip install --require-hashes -r ${file##*/}/" "$tools/gpu.txt" > "$file"
+  exit
+fi
 # uv does not read pip's settings, so hand it the folder or index that holds PyTorch's CPU build.
 where=()
 [[ -n ${PIP_FIND_LINKS:-} ]] && where+=(--find-links "$PIP_FIND_LINKS")

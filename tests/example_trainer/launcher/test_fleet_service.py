@@ -15,6 +15,7 @@ from example_trainer.launcher import roles
 from example_trainer.launcher.command_line import LauncherError
 from example_trainer.launcher.fleet import FleetRow, join, look, published_fleet
 from tests.conftest import Processes
+from tests.http_server import HttpServer
 
 KEY = "the-key-of-the-run"
 
@@ -52,3 +53,13 @@ def test_the_table_that_is_published_is_the_table_that_is_read(
         join(service, "another-key", "http://localhost:9003")
     with pytest.raises(LauncherError, match="lets nowhere not join: 422"):
         join(service, KEY, "nowhere")
+
+
+def test_a_service_that_is_silent_or_refuses_is_named(free_port: Callable[[], int]) -> None:
+    server, silent = "http://localhost:9001", f"http://localhost:{free_port()}"
+    with pytest.raises(LauncherError, match=f"{server} cannot join: POST {silent}/fleet/join"):
+        join(silent, KEY, server)
+    with HttpServer(lambda request: (409, {"detail": "no trainer"})) as service:
+        with pytest.raises(LauncherError, match=f"lets {server} not join: 409 .*no trainer"):
+            join(service.url, KEY, server)
+        assert service.requests[0].json == {"url": server}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.gpu.live_bytes import Meter
-from example_trainer.models.head import chosen_logprobs_of
+from example_trainer.models.head import _place, chosen_logprobs_of
 
 
 class TestChosenLogprobs:
@@ -162,3 +162,16 @@ class TestChosenLogprobs:
         with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
             chosen_logprobs_of(hidden, weight, torch.zeros(n, dtype=torch.long), chunk)
         assert sorted(kept) == [n, n, n * 4, vocab * 4]
+
+
+@given(st.lists(st.integers(0, 29), min_size=1), st.sampled_from([1, 2, 3, 5]))
+def test_each_target_has_a_row_on_one_rank(values: list[int], ranks: int) -> None:
+    """The output matrix of 30 rows is split over the ranks; a row is its number."""
+    targets, size = torch.tensor(values), 30 // ranks
+    owners, rows = torch.zeros_like(targets), torch.zeros_like(targets)
+    for first in range(0, 30, size):
+        inside, row = _place(targets, first, first + size)
+        owners += inside
+        rows += torch.where(inside, torch.arange(first, first + size)[row], 0)
+    assert owners.eq(1).all()
+    assert torch.equal(rows, targets)
