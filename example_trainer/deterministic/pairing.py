@@ -120,6 +120,11 @@ def followed_plan(info: dict[str, Any], url: str, geometry: Geometry, tensor_ran
             f"trainer's model cannot be split so: start vLLM with --tensor-parallel-size "
             f"{_either(fitting)}, or give both the same model"
         )
+    if geometry.sparse_layers and plan.parts > 1:
+        raise PairingError(
+            f"the vLLM server at {url} sums {plan.parts} parts, and this trainer computes the "
+            f"experts of {geometry.architecture} whole: start vLLM with --tensor-parallel-size 1"
+        )
     if plan.parts % tensor_ranks:
         raise PairingError(
             f"the vLLM server at {url} sums {plan.parts} part(s), which {tensor_ranks} "

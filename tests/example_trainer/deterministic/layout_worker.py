@@ -14,25 +14,21 @@ import json
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from atroposlib.wire import TrainerSession
 from example_trainer.batch.groups import Batch
 from example_trainer.batch.packing import PackedBin, pack_batch
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.deterministic.parity import ParityCheck, ParityError, weights_sha
 from example_trainer.models import Decoder, load_model
-from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
-from example_trainer.parallel.tensor import split_decoder
 from example_trainer.process import StopSignal
 from example_trainer.training.checkpoints import Checkpoints, load_state
+from example_trainer.training.model import decoder_maker
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
 from example_trainer.training.runs import Run, SavedStep
 from example_trainer.training.step import BatchGradients, guarded_step, make_objective
@@ -59,23 +55,19 @@ class Spread:
     def __init__(
         self, ranks: Ranks, kind: str, folder: Path, dtype: torch.dtype = DTYPE, **options: object
     ) -> None:
-        kind, parts = kind[:-1], int(kind[-1])
-        size, group = ranks.world_size, dist.group.WORLD
-        make = {
-            "fsdp": partial(sharded_decoder, world_size=size, deterministic=True),
-            "experts": partial(
-                sharded_decoder, world_size=size, deterministic=True, expert_parallel=2
-            ),
-            "tensor_parallel": partial(
-                split_decoder, rank=ranks.rank, size=size, group=group, deterministic=True
-            ),
-        }[kind]
+        kind, plan = kind[:-1], SumPlan(int(kind[-1]))
+        layouts: dict[str, dict[str, object]] = {
+            "fsdp": {},
+            "experts": {"expert_parallel": 2},
+            "tensor_parallel": {"single_copy": True},
+        }
+        options |= layouts[kind]
         self.ranks, self.model_path = ranks, str(folder / "model")
-        device = device_of(ranks.rank)
-        self.model: Decoder = load_model(self.model_path, dtype, device, make)
-        self.sampler = load_model(self.model_path, dtype, device, deterministic_decoder)
-        self.model.arithmetic.plan = self.sampler.arithmetic.plan = SumPlan(parts)
         self.options: TrainerConfig = config(folder, max_grad_norm=0.5, lr=1e-3, **options)
+        make, device = decoder_maker(self.options, ranks, plan=plan), device_of(ranks.rank)
+        self.model: Decoder = load_model(self.model_path, dtype, device, make)
+        whole = decoder_maker(self.options, Ranks(), plan=plan)
+        self.sampler = load_model(self.model_path, dtype, device, whole)
         self.optimizer: MasterAdamW = make_optimizer(self.options, self.model)
         kernels = {"linear": "reference"}
         split = self.model.split.size > 1

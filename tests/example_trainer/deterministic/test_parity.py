@@ -460,12 +460,19 @@ def test_the_trainer_takes_the_plan_of_the_server_before_it_loads(tmp_path: Path
             "and a feed-forward width of 42 of this trainer's model cannot be split so: start vLLM "
             "with --tensor-parallel-size 1 or 2, or",
         ),
+        (
+            "parts=2", 1,
+            {"architecture": "Qwen3MoeForCausalLM", "num_experts": 4, "experts_per_token": 2,
+             "moe_intermediate_size": 16},
+            "computes the experts of Qwen3MoeForCausalLM whole: start vLLM with "
+            "--tensor-parallel-size 1",
+        ),
         ("tree", 1, {}, "sums in another way than this trainer: sum_plan 'tree' is not of the form"),
         ("parts=3", 1, {}, "a sum of 3 parts: deterministic mode knows 1, 2, 4 and 8"),
     ],
 )  # fmt: skip
 def test_a_plan_that_the_trainer_cannot_follow_is_refused_with_the_layouts_that_fit(
-    entry: str, tensor_ranks: int, changed: dict[str, int], message: str
+    entry: str, tensor_ranks: int, changed: dict[str, Any], message: str
 ) -> None:
     info = {"deterministic": {"provenance": {ENTRY: entry}}}
     with pytest.raises(ParityError) as refusal:
