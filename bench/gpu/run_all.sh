@@ -16,6 +16,7 @@
 #       4-crossed (four: 14B to four ranks from a trainer of four, one of each on a GPU; MPS as for 2-crossed) ·
 #       4-late (three or more: a rank that is late) · gathering (four; two and four ranks gather 14B; needs no vLLM) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       2-layouts (two: deterministic trainers of two ranks, needs no server) ·
+#       2-exact (two: tokens of a server with two tensor-parallel ranks against a trainer of one) ·
 #       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
 #       resumed (one: 40 steps over each bridge, twice, one of them killed in the middle and resumed: the same weights) ·
 #       exact-on-ray (one; two for a broadcast too: a run on Ray killed whole and started again: the same weights) ·
@@ -115,6 +116,7 @@ case $kind in
     run 330 deterministic_cost bench/deterministic_cost.py
     run 300 bi_on_off studies/bitwise/on_off.py --jobs 6
     ;;
+  2-exact) run 535 exact_layouts tests/gpu/check_exact_layouts.py --tensor-parallel 2 ;;
   exact)
     for mode in deterministic_single_copy deterministic_broadcast; do
       { run 530 "$mode" tests/gpu/check_training_modes.py --only "$mode" --steps 200 --repeat 2 --seconds 420 --name "exact_$mode"; exit "$status"; } &

@@ -14,6 +14,7 @@ from bench.gpu.comparing_trainer import ComparingTrainer
 from bench.gpu.trainer import main
 from example_trainer.deterministic.pairing import deterministic_decoder
 from vllm_patching.batch_invariant import ops
+from vllm_patching.batch_invariant.plan import SumPlan, plan_of
 from vllm_patching.batch_invariant.provenance import provenance_difference, table_hash
 from vllm_patching.batch_invariant.settings import enable_settings
 
@@ -22,6 +23,19 @@ class ParityTrainer(ComparingTrainer):
     """ComparingTrainer with the deterministic decoder."""
 
     decoder = staticmethod(deterministic_decoder)
+
+    def load(self, **options: Any) -> dict[str, Any]:
+        """See BenchTrainer. The model follows the server's sum plan, if that has one."""
+        loaded = super().load(**options)
+        served = self._get("/bridge/info")["deterministic"] or {"provenance": {}}
+        plan = plan_of(served["provenance"])
+        return {**loaded, **self.plan(plan.parts)}
+
+    def plan(self, parts: int) -> dict[str, Any]:
+        """Sum so many parts from now on."""
+        assert self.model is not None
+        self.model.arithmetic.plan = SumPlan(parts)
+        return {"parts": parts}
 
     def pair(self) -> dict[str, str]:
         """Return the differences between the server's kernels and tables and ours; empty strings if
@@ -33,14 +47,16 @@ class ParityTrainer(ComparingTrainer):
             return {"provenance": "the server is not in deterministic mode", "rotary_table": ""}
         ours = table_hash(self.model.rotary)
         return {
-            "provenance": provenance_difference(ops.provenance(), theirs["provenance"]),
+            "provenance": provenance_difference(
+                ops.provenance(self.model.arithmetic.plan), theirs["provenance"]
+            ),
             "rotary_table": ""
             if ours == theirs["rotary_table"]
             else f"{ours} here, {theirs['rotary_table']} there",
         }
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        return {**super().commands(), "pair": self.pair}
+        return {**super().commands(), "pair": self.pair, "plan": self.plan}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 from bench.gpu.processes import BenchError
 from bench.measured import COMMIT_VARIABLE
 from example_trainer.async_grpo.settings import read_settings
-from tests.gpu import check_async_exact, check_memory_plan
+from tests.gpu import check_async_exact, check_exact_layouts, check_memory_plan
 from tests.gpu.check_fleet_faults import rows_of, shown, summary
 from tests.gpu.check_training_modes import MODES, Run, ranks_in
 
@@ -223,3 +223,30 @@ def test_ranks_are_counted_by_the_trainers_log(tmp_path: Path) -> None:
         "07:53:11 [Ranks] Starting 2 ranks, one for each of vLLM's at http://localhost:9001\n"
     )
     assert ranks_in(log) == 2
+
+
+def cell_of(tokens: int, mismatched: int) -> dict[str, Any]:
+    counters = {"preemptions": 0, "prefix_cache_hits": 3, "max_difference": 0.0}
+    return {"tokens": tokens, "mismatched": mismatched, **counters}
+
+
+def test_layouts_are_exact_only_if_enough_is_compared_and_the_control_differs() -> None:
+    cells = {"64 at a time": cell_of(10**6, 0), check_exact_layouts.CONTROL: cell_of(50, 49)}
+    data = {"cells": {**cells, "broken": {"failed": "no answer"}, "late": {"sync": [1]}}}
+    assert check_exact_layouts.total(data) == {"tokens": 10**6, "mismatched": 0}
+    assert check_exact_layouts.judged(data, on_gpu=True) == []
+    assert "1000000 tokens compared, 0 differ" in check_exact_layouts.report(data)
+    data["cells"]["8 at a time"] = cell_of(5, 2)
+    assert check_exact_layouts.judged(data, True) == ["8 at a time: 2 of 5 tokens differ"]
+    data["cells"] = {"64 at a time": cell_of(9, 0), check_exact_layouts.CONTROL: cell_of(50, 0)}
+    few, control = check_exact_layouts.judged(data, True)
+    assert few.startswith("9 tokens compared, at least 1000000")
+    assert "control" in control
+    assert check_exact_layouts.judged(data, on_gpu=False) == []
+
+
+def test_the_cells_of_layouts_sample_enough_tokens() -> None:
+    sampled = sum(
+        cell["requests"] * sum(cell["new"]) / 2 for cell in check_exact_layouts.CELLS.values()
+    )
+    assert sampled > 1.02 * check_exact_layouts.LEAST_TOKENS
