@@ -62,6 +62,9 @@ class InvalidRequestError(ValueError):
         super().__init__("; ".join(error["msg"] for error in errors))
         self.errors = errors
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.errors,)  # a child process raises it, too
+
 
 def invalid(where: list[str | int], value: Any, message: str) -> InvalidRequestError:
     """Return an error with one entry: the path of a field, its value, and the reason."""

@@ -86,6 +86,17 @@ def file_users(file: os.stat_result, proc: Path = Path("/proc")) -> list[int]:
     return sorted(_users(lambda link: os.path.samestat(link.stat(), file), proc))
 
 
+def resident_bytes(pid: int | None) -> int:
+    """Return the memory that a process has now; 0 if it has ended, or if the system does not show
+    it.
+    """
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except (OSError, IndexError):
+        return 0
+    return int(pages) * resource.getpagesize()
+
+
 def _users(is_of: Callable[[Path], bool], proc: Path) -> Iterator[int]:
     """Yield the processes with a descriptor for which `is_of` returns True."""
     for process in proc.glob("[0-9]*"):
@@ -190,7 +201,9 @@ START_SECONDS = 120.0
 SLOW_SECONDS = 1.0
 MAX_SLOW_CALLS = 6
 MAX_CHILD_BYTES = 4 << 30
-"""Bound of a child's address space: a call that needs more fails with MemoryError."""
+"""Bytes by which a child's address space may grow: a call that needs more fails with MemoryError."""
+LOOK_SECONDS = 0.05
+"""Time between two looks at a child's resident memory, if that has a bound."""
 
 
 class ChildDied(RuntimeError):
@@ -201,15 +214,21 @@ class StartFailed(RuntimeError):
     """No child process could be started."""
 
 
+class TooMuchMemory(RuntimeError):
+    """A call needed more memory than its child may have."""
+
+
 class KillableCalls:
     """Makes calls in child processes. Tasks and event loops may share it; close it at the end.
 
     Args:
         processes: calls that run at the same time, those that have become slow not counted.
+        memory: bytes of a child's resident memory, in place of MAX_CHILD_BYTES: for functions that
+            do not end when the system refuses memory.
     """
 
-    def __init__(self, processes: int = 1) -> None:
-        self.processes = processes
+    def __init__(self, processes: int = 1, memory: int | None = None) -> None:
+        self.processes, self.memory = processes, memory
         self._lock = threading.Lock()
         self._idle: list[ProcessPoolExecutor] = []
         self._busy: set[ProcessPoolExecutor] = set()
@@ -226,6 +245,7 @@ class KillableCalls:
         Raises:
             TimeoutError: the call took longer. Its child is killed.
             ChildDied: the child died twice during this call.
+            TooMuchMemory: the child exceeded `memory`, and was killed.
             StartFailed: no child process could be started.
         """
         loop = asyncio.get_running_loop()
@@ -235,24 +255,40 @@ class KillableCalls:
                 async with turns.one(), self._child() as child:
                     await _ready(child, function)
                     async with asyncio.timeout(seconds):
-                        return await loop.run_in_executor(child, function, *arguments)
+                        work = loop.run_in_executor(child, function, *arguments)
+                        return await self._result(work, child)
             except BrokenProcessPool:
                 logger.warning("the child process of %s died; starting another", function.__name__)
         raise ChildDied(
             f"the child process of {function.__name__} died twice over {arguments!r:.120}"
         )
 
+    async def _result(self, work: asyncio.Future[T], child: ProcessPoolExecutor) -> T:
+        """Return the result of a call, unless its child takes too much memory."""
+        most = self.memory
+        if most is None:
+            return await work
+        try:
+            while not work.done():
+                await asyncio.wait([work], timeout=LOOK_SECONDS)
+                if any(resident_bytes(process.pid) > most for process in _processes(child)):
+                    raise TooMuchMemory(f"a call took more than {most >> 20} MiB of memory")
+            return work.result()
+        finally:
+            work.cancel()
+
     @contextlib.asynccontextmanager
     async def _child(self) -> AsyncIterator[ProcessPoolExecutor]:
         """Lend an idle child, or a new one. It is killed unless it has finished its work."""
         with self._lock:
-            child = self._idle.pop() if self._idle else _new_child()
+            # Address space that is reserved is not yet memory.
+            child = self._idle_child() or _new_child(2 * (self.memory or 0) or MAX_CHILD_BYTES)
             self._busy.add(child)
         finished = False
         try:
             yield child
             finished = True
-        except (BrokenProcessPool, StartFailed, TimeoutError):
+        except (BrokenProcessPool, StartFailed, TimeoutError, TooMuchMemory):
             raise
         except Exception:
             finished = True  # the function raised it, and the child waits for its next call
@@ -265,6 +301,15 @@ class KillableCalls:
                     self._idle.append(child)
             if not keep:
                 _kill(child)
+
+    def _idle_child(self) -> ProcessPoolExecutor | None:
+        """Take a child that waits for a call, and drop dead children."""
+        while self._idle:
+            child = self._idle.pop()
+            if any(process.is_alive() for process in _processes(child)):
+                return child
+            _kill(child)
+        return None
 
     def close(self) -> None:
         """Stop the child processes."""
@@ -306,13 +351,13 @@ class _Turns:
             release()
 
 
-def _new_child() -> ProcessPoolExecutor:
+def _new_child(memory: int) -> ProcessPoolExecutor:
     # Spawned, not forked: a forked child would hold the parent's connections and locks.
     return ProcessPoolExecutor(
         1,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_prepare_child,
-        initargs=(MAX_CHILD_BYTES,),
+        initargs=(memory,),
     )
 
 
@@ -331,14 +376,20 @@ async def _ready(child: ProcessPoolExecutor, function: Callable[..., object]) ->
         ) from error
 
 
-def _prepare_child(limit: int) -> None:
+def _prepare_child(memory: int) -> None:
     # a child waits for calls on a queue, and would not notice by itself that its parent was killed
     end_with_parent()
-    _limit_memory(limit)
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the parent, which ends the child
+        signal.signal(number, signal.SIG_IGN)
+    _limit_memory(memory)
 
 
-def _limit_memory(most: int) -> None:
+def _limit_memory(growth: int) -> None:
     """Bound the memory of this process, so that one call cannot take the machine's."""
+    most = growth
+    with contextlib.suppress(OSError):  # without /proc, the bound includes the present size
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most += pages * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         most = min(most, hard)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.utils import processes
-from atroposlib.utils.processes import MAX_SLOW_CALLS, ChildDied, KillableCalls
+from atroposlib.utils.processes import MAX_SLOW_CALLS, ChildDied, KillableCalls, TooMuchMemory
 
 
 @pytest.fixture
@@ -84,6 +85,31 @@ async def test_memory_is_bounded(calls: KillableCalls, monkeypatch: pytest.Monke
     monkeypatch.setattr(processes, "MAX_CHILD_BYTES", 1 << 30)
     with pytest.raises(MemoryError):
         await calls.call(bytearray, 2 << 30, seconds=60)
+
+
+async def test_a_child_with_too_much_resident_memory_is_killed() -> None:
+    bounded = KillableCalls(memory=256 << 20)
+    first = await bounded.call(os.getpid, seconds=60)
+    with pytest.raises(TooMuchMemory, match="more than 256 MiB"):
+        await bounded.call(fill, 300 << 20, seconds=60)
+    assert await bounded.call(os.getpid, seconds=60) != first
+    bounded.close()
+
+
+async def test_a_child_that_died_between_two_calls_is_replaced(calls: KillableCalls) -> None:
+    first = await calls.call(os.getpid, seconds=60)
+    os.kill(first, signal.SIGKILL)
+    (child,) = calls._idle
+    (process,) = processes._processes(child)
+    process.join()
+    assert await calls.call(os.getpid, seconds=60) != first
+
+
+def fill(size: int) -> None:
+    """Take memory, and keep it."""
+    data = bytearray(size)
+    data[::4096] = b"x" * len(data[::4096])
+    time.sleep(600)
 
 
 def wait_for(path: str) -> str:
