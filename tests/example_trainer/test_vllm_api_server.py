@@ -80,6 +80,29 @@ EXPECTED = {
 }
 
 
+def command_lines(good: list[str]) -> dict[str, list[str]]:
+    """Refused command lines by case, made of a good one; variables come first."""
+    replicas = [*good, "--data-parallel-size", "2"]
+    apart, developers = "VLLM_ENABLE_SHARED_WEIGHTS=0", "VLLM_SERVER_DEV_MODE=1"
+    return {
+        "no such folder": ["--model", "/no/such/model"],
+        "lora": [*good, "--enable-lora"],
+        "unknown id": ["--model", "nobody/nothing"],
+        "unknown flag": [*good, "--tensor-parallel-sise", "2"],
+        "pipeline": [*good, "--pipeline-parallel-size", "2"],
+        "sleep": [*good, "--enable-sleep-mode"],
+        "quantization": [*good, "--quantization", "fp8"],
+        "deterministic": [*good, "--deterministic"],
+        "developers": [developers, *good],
+        "developers and adapters": [developers, apart, *good, "--enable-lora"],
+        "adapters of replicas": [apart, *replicas, "--enable-lora"],
+        "replicas elsewhere": [*replicas, "--data-parallel-size-local", "1"],
+        "replicas of other front ends": [*replicas, "--data-parallel-rank", "1"],
+        "deadline": [*good, "--bridge-timeout", "0"],
+        "front ends": [apart, *good, "--api-server-count", "2"],
+    }
+
+
 @pytest.fixture(scope="module")
 def answers(
     tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
@@ -87,60 +110,15 @@ def answers(
     empty = tmp_path_factory.mktemp("empty")
     model = tmp_path_factory.mktemp("model")
     (model / "config.json").write_text('{"model_type": "qwen3"}')
-    good = ["--model", str(model), "--port", str(free_port())]
+    lines = command_lines(["--model", str(model), "--port", str(free_port())])
+    lines["no checkpoint"] = ["--model", str(empty)]
+    program = ROOT / "example_trainer" / "vllm_api_server.py"
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        lines = {
-            "no such folder": ["--model", "/no/such/model"],
-            "no checkpoint": ["--model", str(empty)],
-            "lora": [*good, "--enable-lora"],
-            "unknown id": ["--model", "nobody/nothing"],
-            "unknown flag": [*good, "--tensor-parallel-sise", "2"],
-            "port in use": ["--model", str(model), "--port", str(taken.getsockname()[1])],
-            "pipeline": [*good, "--pipeline-parallel-size", "2"],
-            "sleep": [*good, "--enable-sleep-mode"],
-            "quantization": [*good, "--quantization", "fp8"],
-            "deterministic": [*good, "--deterministic"],
-            "developers": ["VLLM_SERVER_DEV_MODE=1", *good],
-            "developers and adapters": [
-                "VLLM_SERVER_DEV_MODE=1",
-                "VLLM_ENABLE_SHARED_WEIGHTS=0",
-                *good,
-                "--enable-lora",
-            ],
-            "adapters of replicas": [
-                "VLLM_ENABLE_SHARED_WEIGHTS=0",
-                *good,
-                "--enable-lora",
-                "--data-parallel-size",
-                "2",
-            ],
-            "replicas elsewhere": [
-                *good,
-                "--data-parallel-size",
-                "2",
-                "--data-parallel-size-local",
-                "1",
-            ],
-            "replicas of other front ends": [
-                *good,
-                "--data-parallel-size",
-                "2",
-                "--data-parallel-rank",
-                "1",
-            ],
-            "deadline": [*good, "--bridge-timeout", "0"],
-            "front ends": ["VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--api-server-count", "2"],
-        }
+        lines["port in use"] = ["--model", str(model), "--port", str(taken.getsockname()[1])]
         result = run_command(
-            [
-                sys.executable,
-                "-c",
-                RUN_ALL,
-                json.dumps(lines),
-                ROOT / "example_trainer" / "vllm_api_server.py",
-            ],
+            [sys.executable, "-c", RUN_ALL, json.dumps(lines), program],
             os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_SHARED_WEIGHTS": "1"},
             Path("/"),
             "vllm",

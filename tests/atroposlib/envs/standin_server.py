@@ -18,20 +18,25 @@ from transformers import PreTrainedTokenizerFast
 MINUS_WORDS = r"gives|lost|takes|sold \d+ of|needs|fewer|minus|take away| - "
 
 
-def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
-    app = FastAPI()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-    state: dict[str, Any] = {
-        "version": version,
-        "delay": 0.0,
-        "fail_next": 0,
-        "text": None,
-        "requests": [],
-        "epoch": None,
-    }
-    rng = random.Random(0)
+class Standin:
+    """The state of the server, and its answers."""
 
-    def answer(prompt: str, greedy: bool) -> str:
+    def __init__(self, tokenizer_dir: str, version: int, max_model_len: int) -> None:
+        self.name, self.max_model_len = tokenizer_dir, max_model_len
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+        self.state: dict[str, Any] = {
+            "version": version,
+            "delay": 0.0,
+            "fail_next": 0,
+            "text": None,
+            "requests": [],
+            "epoch": None,
+        }
+        self.random = random.Random(0)
+
+    def answer(self, prompt: str, greedy: bool) -> str:
+        """Return the text for a prompt."""
+        state = self.state
         if state["text"] is not None:
             return state["text"]
         if state.get("cycle"):
@@ -43,62 +48,49 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
         a, b = numbers[0], numbers[-1]
         minus = re.search(MINUS_WORDS, question) is not None
         right, other = (a - b, a + b) if minus else (a + b, a - b)
-        return f"\\boxed{{{right if greedy or rng.random() < 0.5 else other}}}"
+        return f"\\boxed{{{right if greedy or self.random.random() < 0.5 else other}}}"
 
-    @app.get("/health")
-    def health() -> Response:
-        return Response(status_code=200)
-
-    @app.get("/weights")
-    def weights(response: Response) -> dict[str, Any]:
+    def weights(self, response: Response) -> dict[str, Any]:
         """Answer as our server does, if `serving` is set; otherwise, like a stock server, without
         such a route.
         """
+        state = self.state
         if state.get("serving") is None:
             response.status_code = 404
             return {}
-        told = {
+        return {
             "instance": "standin",
             "weight_version": state["version"],
             "weight_epoch": state["epoch"] or 0,
             "in_flight": 0,
-        }
-        return told | {
             "serving": state["serving"],
             "trouble": "" if state["serving"] else "quarantined: told to be",
         }
 
-    @app.get("/v1/models")
-    def models() -> dict[str, Any]:
-        return {
-            "object": "list",
-            "data": [{"id": tokenizer_dir, "object": "model", "max_model_len": max_model_len}],
-        }
+    def models(self) -> dict[str, Any]:
+        row = {"id": self.name, "object": "model", "max_model_len": self.max_model_len}
+        return {"object": "list", "data": [row]}
 
-    @app.get("/sampling")
-    def sampling(response: Response) -> dict[str, Any]:
-        if state.get("generate_options") is None:
+    def sampling(self, response: Response) -> dict[str, Any]:
+        if self.state.get("generate_options") is None:
             response.status_code = 404
-        return {"generate_options": state.get("generate_options")}
+        return {"generate_options": self.state.get("generate_options")}
 
-    @app.post("/control")
-    def control(change: dict[str, Any]) -> dict[str, Any]:
-        state.update(change)
-        return {"requests": len(state["requests"])}
+    def control(self, change: dict[str, Any]) -> dict[str, Any]:
+        self.state.update(change)
+        return {"requests": len(self.state["requests"])}
 
-    @app.get("/requests")
-    def requests() -> list[Any]:
-        return state["requests"]
+    def requests(self) -> list[Any]:
+        return self.state["requests"]
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: dict[str, Any]) -> dict[str, Any]:
-        state["requests"].append(request)
-        prompt = tokenizer.apply_chat_template(
+    async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.state["requests"].append(request)
+        prompt = self.tokenizer.apply_chat_template(
             request["messages"], tokenize=False, add_generation_prompt=True
         )
         # Like several real endpoints, it may ignore n.
-        count = 1 if state.get("ignore_n") else request.get("n") or 1
-        texts = [answer(prompt, request.get("temperature") == 0.0) for _ in range(count)]
+        count = 1 if self.state.get("ignore_n") else request.get("n") or 1
+        texts = [self.answer(prompt, request.get("temperature") == 0.0) for _ in range(count)]
         return {
             "id": "chat-1",
             "object": "chat.completion",
@@ -114,8 +106,8 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
             ],
         }
 
-    @app.post("/generate")
-    async def generate(request: dict[str, Any], response: Response) -> dict[str, Any]:
+    async def generate(self, request: dict[str, Any], response: Response) -> dict[str, Any]:
+        state = self.state
         state["requests"].append(request)
         await asyncio.sleep(state["delay"])
         if state.get("serving") is False:
@@ -125,42 +117,60 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
             state["fail_next"] -= 1
             response.status_code = 500
             return {"error": "asked to fail"}
-        ids = request["prompt"]["prompt_token_ids"]
-        texts = [
-            answer(tokenizer.decode(ids), request.get("temperature", 1.0) == 0.0)
-            for _ in range(request.get("n", 1))
-        ]
-        token_ids, reasons = [], []
-        for text in texts:
-            tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-            reasons.append("stop" if len(tokens) <= request["max_tokens"] else "length")
-            token_ids.append(tokens[: request["max_tokens"]])
-        epochs = {} if state["epoch"] is None else {"weight_epochs": [state["epoch"]] * len(texts)}
-        if request.get("token_logprobs"):
-            logprobs: dict[str, Any] = {
-                "token_logprobs": [
-                    [-0.25 - 0.001 * i for i in range(len(row))] for row in token_ids
-                ]
-            }
-        else:
-            tables = [
-                [[{str(t): -0.25 - 0.001 * i}][0:1] for i, t in enumerate(row)] for row in token_ids
-            ]
-            logprobs = {"logprobs": tables}
-        return (
-            epochs
-            | logprobs
-            | {
-                "text": texts,
-                "prompt": None,
-                "finish_reasons": reasons,
-                "token_ids": token_ids,
-                "prompt_token_ids": ids,
-                "weight_versions": [state["version"]] * len(texts),
-                "weight_version_spans": [[[state["version"], len(row)]] for row in token_ids],
-            }
-        )
+        return self.generated(request)
 
+    def generated(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of /generate."""
+        ids, most, version = (
+            request["prompt"]["prompt_token_ids"],
+            request["max_tokens"],
+            self.state["version"],
+        )
+        greedy = request.get("temperature", 1.0) == 0.0
+        texts = [
+            self.answer(self.tokenizer.decode(ids), greedy) for _ in range(request.get("n", 1))
+        ]
+        whole = [
+            [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+            for text in texts
+        ]
+        token_ids = [tokens[:most] for tokens in whole]
+        answer = {
+            "text": texts,
+            "prompt": None,
+            "finish_reasons": ["stop" if len(tokens) <= most else "length" for tokens in whole],
+            "token_ids": token_ids,
+            "prompt_token_ids": ids,
+            "weight_versions": [version] * len(texts),
+            "weight_version_spans": [[[version, len(row)]] for row in token_ids],
+        }
+        if self.state["epoch"] is not None:
+            answer["weight_epochs"] = [self.state["epoch"]] * len(texts)
+        if request.get("token_logprobs"):
+            answer["token_logprobs"] = [
+                [-0.25 - 0.001 * i for i in range(len(row))] for row in token_ids
+            ]
+        else:
+            answer["logprobs"] = [
+                [[{str(t): -0.25 - 0.001 * i}] for i, t in enumerate(row)] for row in token_ids
+            ]
+        return answer
+
+
+def health() -> Response:
+    return Response(status_code=200)
+
+
+def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
+    app, standin = FastAPI(), Standin(tokenizer_dir, version, max_model_len)
+    app.get("/health")(health)
+    app.get("/weights")(standin.weights)
+    app.get("/v1/models")(standin.models)
+    app.get("/sampling")(standin.sampling)
+    app.post("/control")(standin.control)
+    app.get("/requests")(standin.requests)
+    app.post("/v1/chat/completions")(standin.chat)
+    app.post("/generate")(standin.generate)
     return app
 
 

@@ -45,80 +45,56 @@ class StandinTeacher:
 
     def app(self) -> FastAPI:
         app = FastAPI()
-
-        @app.middleware("http")
-        async def watch(request: Request, call_next: Any) -> Any:
-            self.paths.append(request.url.path)
-            if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
-                return JSONResponse({"error": "no"}, 401)
-            if self.status != 200 and request.method == "POST":
-                return JSONResponse({"error": "asked to fail"}, self.status)
-            return await call_next(request)
-
-        @app.get("/health")
-        async def health() -> dict[str, Any]:
-            return {}
-
-        @app.get("/v1/models")
-        async def models() -> dict[str, Any]:
-            return {
-                "data": [
-                    {
-                        "id": "the-teacher",
-                        "root": self.root,
-                        "created": time.time(),
-                        "max_model_len": self.context,
-                    }
-                ]
-            }
-
-        async def score(tokens: list[int]) -> list[float | None]:
-            self.at_once += 1
-            self.most_at_once = max(self.most_at_once, self.at_once)
-            await asyncio.sleep(0.01)
-            self.at_once -= 1
-            scores = self.answer if self.answer is not None else expected(tokens)
-            return [
-                0.5 if token == self.wrong_token else score
-                for token, score in zip(tokens, scores, strict=False)
-            ]
-
-        @app.post("/v1/completions")
-        async def completions(body: dict[str, Any]) -> JSONResponse:
-            if (
-                body["model"] != "the-teacher"
-                or body["max_tokens"] < 1
-                or body["prompt_logprobs"] != 0
-            ):
-                return JSONResponse({"error": f"no such model or request: {body}"}, 404)
-            rows = zip(body["prompt"], await score(body["prompt"]), strict=True)
-            tables = [
-                None if v is None else {str(token): {"logprob": v, "rank": 1}} for token, v in rows
-            ]
-            return JSONResponse({"choices": [{"text": "x", "prompt_logprobs": tables}]})
-
-        @app.post("/tokenize")
-        async def tokenize(body: dict[str, Any]) -> dict[str, Any]:
-            ids = self.tokenizer.encode(
-                body["prompt"], add_special_tokens=body["add_special_tokens"]
-            )
-            return {"tokens": [token + self.shift for token in ids]}
-
+        app.middleware("http")(self.watch)
+        app.get("/health")(lambda: {})
+        app.get("/v1/models")(self.models)
+        app.post("/v1/completions")(self.completions)
+        app.post("/tokenize")(self.tokenize)
         if self.kind == "ours":
-
-            @app.get("/sampling")
-            async def sampling() -> dict[str, Any]:
-                return {"generate_options": ["prompt_token_logprobs"]}
-
-            @app.get("/vocabulary")
-            async def vocabulary() -> dict[str, Any]:
-                return {"vocabulary": self.vocabulary}
-
-            @app.post("/generate")
-            async def generate(body: dict[str, Any]) -> dict[str, Any]:
-                return {"prompt_token_logprobs": await score(body["prompt"]["prompt_token_ids"])}
-
+            app.get("/sampling")(lambda: {"generate_options": ["prompt_token_logprobs"]})
+            app.get("/vocabulary")(lambda: {"vocabulary": self.vocabulary})
+            app.post("/generate")(self.generate)
         return app
+
+    async def watch(self, request: Request, call_next: Any) -> Any:
+        self.paths.append(request.url.path)
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": "no"}, 401)
+        if self.status != 200 and request.method == "POST":
+            return JSONResponse({"error": "asked to fail"}, self.status)
+        return await call_next(request)
+
+    async def models(self) -> dict[str, Any]:
+        row = {"id": "the-teacher", "root": self.root, "created": time.time()}
+        return {"data": [row | {"max_model_len": self.context}]}
+
+    async def score(self, tokens: list[int]) -> list[float | None]:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0.01)
+        self.at_once -= 1
+        scores = self.answer if self.answer is not None else expected(tokens)
+        return [
+            0.5 if token == self.wrong_token else score
+            for token, score in zip(tokens, scores, strict=False)
+        ]
+
+    async def completions(self, body: dict[str, Any]) -> JSONResponse:
+        wanted = body["model"] == "the-teacher" and body["prompt_logprobs"] == 0
+        if not wanted or body["max_tokens"] < 1:
+            return JSONResponse({"error": f"no such model or request: {body}"}, 404)
+        rows = zip(body["prompt"], await self.score(body["prompt"]), strict=True)
+        tables = [
+            None if v is None else {str(token): {"logprob": v, "rank": 1}} for token, v in rows
+        ]
+        return JSONResponse({"choices": [{"text": "x", "prompt_logprobs": tables}]})
+
+    async def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        return {"tokens": [token + self.shift for token in ids]}
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt_token_logprobs": await self.score(body["prompt"]["prompt_token_ids"])}
 
     def start(self) -> None:
         self.server = uvicorn.Server(

@@ -62,6 +62,42 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
+def filled(code: str, places: dict[str, Any]) -> str:
+    """Return a program with the values in the places of their names."""
+    for name, value in places.items():
+        code = code.replace(f"@{name}@", str(value))
+    return code
+
+
+async def run_all(places: dict[str, Any], factor: int) -> tuple[dict[str, Outcome], list[Outcome]]:
+    """Run the hostile programs beside honest ones; no process of theirs may be left."""
+    box, patient = LocalSandbox(LIMITS, at_once=AT_ONCE), LocalSandbox(PATIENT, at_once=1)
+    for each in (box, patient):
+        await each.start()
+        assert each.missing == {}
+    keepers = [each._keeper.pid for each in (box, patient) if each._keeper is not None]
+
+    def alive() -> list[int]:
+        return [pid for keeper in keepers for pid in descendants(keeper)]
+
+    idle = len(alive())
+    names = list(PROGRAMS)
+    programs = [
+        Program(f"{PRELUDE}\n{filled(PROGRAMS[name], places)}", "answer", CALLS) for name in names
+    ]
+    honest = [Program(HONEST.replace("@FACTOR@", str(factor)), "answer", CALLS) for _ in range(12)]
+    boxes = [patient if name in PATIENTLY else box for name in names]
+    tried = [each.run(program) for each, program in zip(boxes, programs, strict=True)]
+    ended = await asyncio.gather(*tried, *(box.run(program) for program in honest))
+    deadline = time.monotonic() + 60
+    while len(left := alive()) > idle:  # a process that was killed is seen until it is reaped
+        assert time.monotonic() < deadline, f"processes are left: {left}"
+        await asyncio.sleep(0.05)
+    await box.close()
+    await patient.close()
+    return dict(zip(names, ended, strict=False)), ended[len(names) :]
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("host")
@@ -86,43 +122,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
         **{"PARENT": os.getpid(), "VICTIM": victim.pid},
     }
 
-    def filled(code: str) -> str:
-        for name, value in places.items():
-            code = code.replace(f"@{name}@", str(value))
-        return code
-
-    async def run() -> tuple[dict[str, Outcome], list[Outcome]]:
-        box, patient = LocalSandbox(LIMITS, at_once=AT_ONCE), LocalSandbox(PATIENT, at_once=1)
-        for each in (box, patient):
-            await each.start()
-            assert each.missing == {}
-        keepers = [each._keeper.pid for each in (box, patient) if each._keeper is not None]
-
-        def alive() -> list[int]:
-            return [pid for keeper in keepers for pid in descendants(keeper)]
-
-        idle = len(alive())
-        names = list(PROGRAMS)
-        programs = [
-            Program(f"{PRELUDE}\n{filled(PROGRAMS[name])}", "answer", CALLS) for name in names
-        ]
-        honest = [
-            Program(HONEST.replace("@FACTOR@", str(factor)), "answer", CALLS) for _ in range(12)
-        ]
-        boxes = [patient if name in PATIENTLY else box for name in names]
-        tried = [each.run(program) for each, program in zip(boxes, programs, strict=True)]
-        ended = await asyncio.gather(*tried, *(box.run(program) for program in honest))
-        deadline = time.monotonic() + 60
-        while len(left := alive()) > idle:  # a process that was killed is seen until it is reaped
-            assert time.monotonic() < deadline, f"processes are left: {left}"
-            await asyncio.sleep(0.05)
-        await box.close()
-        await patient.close()
-        return dict(zip(names, ended, strict=False)), ended[len(names) :]
-
     host = socket.gethostname()
     try:
-        outcomes, honest = asyncio.run(run())
+        outcomes, honest = asyncio.run(run_all(places, factor))
         for server in (listener, abstract, named):
             server.setblocking(False)
             try:

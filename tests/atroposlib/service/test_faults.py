@@ -114,69 +114,75 @@ def test_an_environment_killed_in_the_middle_of_a_group(service: Service) -> Non
     assert marks(service.get("/batch")["batch"]) == [2, 4]
 
 
-@contextmanager
-def proxy(port: int, how: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A TCP proxy that cuts the first answers in the middle: it stalls, resets or truncates.
+def pump(source: socket.socket, target: socket.socket) -> None:
+    """Hand on everything until one side ends."""
+    try:
+        while data := source.recv(65536):
+            target.sendall(data)
+    except OSError:
+        return
 
-    Afterwards it works.
-    """
-    broken = threading.Event()
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(0.2)
-    over = threading.Event()
-    threads: list[threading.Thread] = []
 
-    def serve(client: socket.socket) -> None:
-        with client, socket.create_connection(("127.0.0.1", port)) as server:
+class CuttingProxy:
+    """A TCP proxy that cuts answers after 200 bytes until it works."""
+
+    def __init__(self, port: int, how: str) -> None:
+        self.port, self.how = port, how
+        self.works, self.over = threading.Event(), threading.Event()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(0.2)
+
+    def accept(self) -> None:
+        """Serve clients until the end, each in a thread."""
+        while not self.over.is_set():
+            try:
+                client, _ = self.listener.accept()
+            except TimeoutError:
+                continue
+            threading.Thread(target=self.serve, args=(client,), daemon=True).start()
+
+    def serve(self, client: socket.socket) -> None:
+        with client, socket.create_connection(("127.0.0.1", self.port)) as server:
             client.settimeout(60)
             server.settimeout(60)
             threading.Thread(target=pump, args=(client, server), daemon=True).start()
             passed = 0
             try:
                 while data := server.recv(4096):
-                    if not broken.is_set():
-                        client.sendall(data[: max(0, 200 - passed)])
-                        passed += len(data)
-                        if passed >= 200:
-                            cut(client)
-                            return
-                    else:
+                    if self.works.is_set():
                         client.sendall(data)
+                        continue
+                    client.sendall(data[: max(0, 200 - passed)])
+                    passed += len(data)
+                    if passed >= 200:
+                        self.cut(client)
+                        return
             except OSError:
                 return
 
-    def cut(client: socket.socket) -> None:
-        if how == "stall":
-            over.wait(20)
-        elif how == "reset":
-            client.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
-            )
+    def cut(self, client: socket.socket) -> None:
+        if self.how == "stall":
+            self.over.wait(20)
+        elif self.how == "reset":
+            linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
-    def pump(source: socket.socket, target: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                target.sendall(data)
-        except OSError:
-            return
 
-    def accept() -> None:
-        while not over.is_set():
-            try:
-                client, _ = listener.accept()
-            except TimeoutError:
-                continue
-            threads.append(threading.Thread(target=serve, args=(client,), daemon=True))
-            threads[-1].start()
+@contextmanager
+def proxy(port: int, how: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A TCP proxy that cuts the first answers in the middle: it stalls, resets or truncates.
 
-    accepting = threading.Thread(target=accept, daemon=True)
+    Afterwards it works.
+    """
+    cutting = CuttingProxy(port, how)
+    accepting = threading.Thread(target=cutting.accept, daemon=True)
     accepting.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", broken.set
+        yield f"http://127.0.0.1:{cutting.listener.getsockname()[1]}", cutting.works.set
     finally:
-        over.set()
+        cutting.over.set()
         accepting.join(60)
-        listener.close()
+        cutting.listener.close()
 
 
 @pytest.mark.parametrize("how", ["stall", "reset", "truncate"])

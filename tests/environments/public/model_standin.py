@@ -97,50 +97,39 @@ def up_to_stop(text: str, stop: Any) -> str:
     return text[: min(ends)] if ends else text
 
 
-def build_app(model: Model, name: str) -> FastAPI:
-    app = FastAPI()
+class Routes:
+    """The answers of a model over HTTP."""
 
-    @app.get("/health")
-    def health() -> Response:
-        return Response(status_code=200)
+    def __init__(self, model: Model, name: str) -> None:
+        self.model, self.name = model, name
 
-    @app.get("/v1/models")
-    def models() -> dict[str, Any]:
-        return {
-            "object": "list",
-            "data": [{"id": name, "object": "model", "max_model_len": CONTEXT}],
-        }
+    def models(self) -> dict[str, Any]:
+        row = {"id": self.name, "object": "model", "max_model_len": CONTEXT}
+        return {"object": "list", "data": [row]}
 
-    @app.post("/control")
-    def control(rules: list[dict[str, Any]]) -> None:
-        model.set(rules)
+    def control(self, rules: list[dict[str, Any]]) -> None:
+        self.model.set(rules)
 
-    @app.get("/asked")
-    def asked() -> list[dict[str, Any]]:
-        return model.asked
+    def asked(self) -> list[dict[str, Any]]:
+        return self.model.asked
 
-    @app.post("/generate")
-    async def generate(request: dict[str, Any]) -> dict[str, Any]:
-        prompt = request["prompt"]
-        ids = (
-            prompt["prompt_token_ids"]
-            if isinstance(prompt, dict)
-            else model.tokenizer.encode(prompt)
-        )
-        rows = [
-            model.sampled(text, request.get("max_tokens"), request.get("stop"))
-            for text in model.texts(model.tokenizer.decode(ids), request)
-        ]
+    async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        ids = request["prompt"]
+        if isinstance(ids, dict):
+            ids = ids["prompt_token_ids"]
+        else:
+            ids = self.model.tokenizer.encode(ids)
+        rows = self._rows(self.model.tokenizer.decode(ids), request, request.get("max_tokens"))
         tables = [
             [[{str(token): logprob(token, place)}] for place, token in enumerate(tokens)]
-            for tokens, _ in rows
+            for tokens, _, _ in rows
         ]
         answer = {
-            "text": [model.decoded(tokens, request.get("stop")) for tokens, _ in rows],
+            "text": [text for _, _, text in rows],
             "prompt": None,
-            "finish_reasons": [reason for _, reason in rows],
+            "finish_reasons": [reason for _, reason, _ in rows],
             "logprobs": tables,
-            "token_ids": [tokens for tokens, _ in rows],
+            "token_ids": [tokens for tokens, _, _ in rows],
             "prompt_token_ids": ids,
         }
         if (top := request.get("prompt_logprobs")) is not None:
@@ -149,61 +138,61 @@ def build_app(model: Model, name: str) -> FastAPI:
             ]
         return answer
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: dict[str, Any]) -> dict[str, Any]:
-        prompt = model.tokenizer.apply_chat_template(
+    async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
+        prompt = self.model.tokenizer.apply_chat_template(
             readable(request["messages"]), tokenize=False, add_generation_prompt=True
         )
-        room = request.get("max_tokens") or request.get("max_completion_tokens")
-        rows = [
-            model.sampled(text, room, request.get("stop")) for text in model.texts(prompt, request)
-        ]
+        most = request.get("max_tokens") or request.get("max_completion_tokens")
         choices = [
-            {
-                "index": i,
-                "finish_reason": reason,
-                "message": {
-                    "role": "assistant",
-                    "content": model.decoded(tokens, request.get("stop")),
-                },
-            }
-            for i, (tokens, reason) in enumerate(rows)
+            {"finish_reason": reason, "message": {"role": "assistant", "content": text}}
+            for _, reason, text in self._rows(prompt, request, most)
         ]
-        return {
-            "id": "chat",
-            "object": "chat.completion",
-            "created": 0,
-            "model": name,
-            "choices": choices,
-            "usage": None,
-        }
+        return self._completion("chat", "chat.completion", choices)
 
-    @app.post("/v1/completions")
-    async def completions(request: dict[str, Any]) -> dict[str, Any]:
+    async def completions(self, request: dict[str, Any]) -> dict[str, Any]:
         prompt = request["prompt"]
-        prompt = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
-        rows = [
-            model.sampled(text, request.get("max_tokens") or 16, request.get("stop"))
-            for text in model.texts(prompt, request)
-        ]
+        if not isinstance(prompt, str):
+            prompt = self.model.tokenizer.decode(prompt)
         choices = [
-            {
-                "index": i,
-                "finish_reason": reason,
-                "text": model.decoded(tokens, request.get("stop")),
-                "logprobs": None,
-            }
-            for i, (tokens, reason) in enumerate(rows)
+            {"finish_reason": reason, "text": text, "logprobs": None}
+            for _, reason, text in self._rows(prompt, request, request.get("max_tokens") or 16)
         ]
+        return self._completion("text", "text_completion", choices)
+
+    def _rows(
+        self, prompt: str, request: dict[str, Any], most: int | None
+    ) -> list[tuple[list[int], str, str]]:
+        """Return tokens, reason of the end and text of each answer."""
+        stop = request.get("stop")
+        sampled = [
+            self.model.sampled(text, most, stop) for text in self.model.texts(prompt, request)
+        ]
+        return [(tokens, reason, self.model.decoded(tokens, stop)) for tokens, reason in sampled]
+
+    def _completion(self, name: str, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": "text",
-            "object": "text_completion",
+            "id": name,
+            "object": kind,
             "created": 0,
-            "model": name,
-            "choices": choices,
+            "model": self.name,
+            "choices": [{"index": i, **choice} for i, choice in enumerate(choices)],
             "usage": None,
         }
 
+
+def health() -> Response:
+    return Response(status_code=200)
+
+
+def build_app(model: Model, name: str) -> FastAPI:
+    app, routes = FastAPI(), Routes(model, name)
+    app.get("/health")(health)
+    app.get("/v1/models")(routes.models)
+    app.post("/control")(routes.control)
+    app.get("/asked")(routes.asked)
+    app.post("/generate")(routes.generate)
+    app.post("/v1/chat/completions")(routes.chat)
+    app.post("/v1/completions")(routes.completions)
     return app
 
 

@@ -86,6 +86,27 @@ STEP = st.lists(
 )
 
 
+class Arrivals:
+    """The tokens that arrived, by request, and the requests that ended."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: set[str] = set()
+
+    def take(self, outputs: list[Output]) -> None:
+        """Add outputs; the figures of each token are made of its number."""
+        for output in outputs:
+            assert output.request_id not in self.ended, "something came after the end"
+            logprobs, tokens = output.new_logprobs, output.new_token_ids
+            assert logprobs is not None
+            assert logprobs.token_ids[:, 0].tolist() == tokens
+            assert logprobs.logprobs[:, 0].tolist() == [-token / 8.0 for token in tokens]
+            assert logprobs.ranks.tolist() == [token + 1 for token in tokens]
+            self.tokens.setdefault(output.request_id, []).extend(tokens)
+            if output.finish_reason is not None:
+                self.ended.add(output.request_id)
+
+
 @given(
     st.lists(STEP | st.just("pause"), max_size=120),
     st.fixed_dictionaries({name: st.booleans() for name in "abcd"}),
@@ -94,25 +115,10 @@ def test_every_token_arrives_once_and_in_order(steps: list[Any], waits: dict[str
     requests = Requests()
     gathering = requests.gathering()
     sent: dict[str, list[int]] = {}
-    arrived: dict[str, list[int]] = {}
-    ended: set[str] = set()
+    arrivals = Arrivals()
+    arrived, ended, arrive = arrivals.tokens, arrivals.ended, arrivals.take
     life = dict.fromkeys("abcd", 0)
     token = 0
-
-    def arrive(outputs: list[Output]) -> None:
-        for output in outputs:
-            assert output.request_id not in ended, "something came after the end"
-            assert output.new_logprobs is not None
-            assert output.new_logprobs.token_ids[:, 0].tolist() == output.new_token_ids
-            assert output.new_logprobs.logprobs[:, 0].tolist() == [
-                -token / 8.0 for token in output.new_token_ids
-            ]
-            assert output.new_logprobs.ranks.tolist() == [
-                token + 1 for token in output.new_token_ids
-            ]
-            arrived.setdefault(output.request_id, []).extend(output.new_token_ids)
-            if output.finish_reason is not None:
-                ended.add(output.request_id)
 
     for step in steps:
         if step == "pause":
