@@ -2,13 +2,15 @@
 forward pass on a CPU, whatever else is sampled, and depend on the weights and the seed alone.
 
 A server of tests/fleet_server.py that is started with `samples` answers POST /test/sample
-{"prompt": [5, 1], "count": 4, "length": 6, "seed": 3} with `tokens` and `logprobs` of each answer,
-and the weights that sampled all of them: `version` and `epoch`.
+{"prompts": [[5, 1], [5, 1]], "length": 6, "seed": 3} with `tokens` and `logprobs` of each answer,
+and the weights that sampled all of them: `version` and `epoch`. POST /test/swap {"kernel": "rms_norm"} has it
+compute an operation in another way from then on, as only a comparison of tokens can notice.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -17,6 +19,7 @@ from fastapi import Body, FastAPI
 from example_trainer.deterministic.pairing import deterministic_decoder, model_provenance
 from example_trainer.models import Decoder
 from example_trainer.models.packing import Packing
+from vllm_patching.batch_invariant import reference
 from vllm_patching.server.routes import LockstepService
 from vllm_patching.weights.families import Geometry
 
@@ -42,13 +45,13 @@ class Sampler:
         return {"provenance": kernels, "rotary_table": table, "checks": 0, "seconds": 0.0}
 
     @torch.no_grad()
-    def sample(self, prompt: list[int], count: int, length: int, seed: int) -> dict[str, Any]:
-        """Sample answers to one prompt together."""
+    def sample(self, prompts: list[list[int]], length: int, seed: int) -> dict[str, Any]:
+        """Sample an answer to each of several prompts of one length, together."""
         held = dict(self.model.named_parameters())
         for name, parameter in self.decoder.named_parameters():
             parameter.data = held[name].data.narrow(0, 0, parameter.shape[0])
         generator = torch.Generator().manual_seed(seed)
-        rows = torch.tensor([prompt] * count)
+        rows, count = torch.tensor(prompts), len(prompts)
         logprobs = []
         for _ in range(length):
             hidden = self.decoder(rows.flatten(), Packing([rows.shape[1]] * count))
@@ -58,7 +61,7 @@ class Sampler:
             ones = Packing([1] * count)
             logprobs.append(self.decoder.chosen_logprobs(last, chosen[:, 0], ones)[0])
             rows = torch.cat([rows, chosen], dim=1)
-        answers = rows[:, len(prompt) :]
+        answers = rows[:, len(prompts[0]) :]
         return {"tokens": answers.tolist(), "logprobs": torch.stack(logprobs, dim=1).tolist()}
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -66,12 +69,37 @@ class Sampler:
         return ops.linear(hidden, self.decoder.output_weight)  # type: ignore[no-any-return]
 
 
+def in_float64(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Another kernel for the same operation: exact to more digits, then rounded."""
+
+    def other(*arguments: Any) -> Any:
+        wide = [
+            one.double() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
+            for one in arguments
+        ]
+        outcome = kernel(*wide)
+        if isinstance(outcome, torch.Tensor):
+            return outcome.float()
+        return tuple(one.float() for one in outcome)
+
+    return other
+
+
 def add_sampling(
     app: FastAPI, service: LockstepService, engine: Any, model: Any, config: dict[str, Any]
 ) -> None:
-    """Put a light server into deterministic mode, and have it sample."""
+    """Put a light server into deterministic mode, and have it sample. A report that it has already
+    replaces entries of its kernels.
+    """
     sampler = Sampler(model, config)
-    service.deterministic = sampler.report()
+    report, changed = sampler.report(), service.deterministic or {}
+    report["provenance"] |= changed
+    service.deterministic = report
+
+    @app.post("/test/swap")
+    async def swap(body: Annotated[dict[str, str], Body()]) -> dict[str, Any]:
+        setattr(reference, body["kernel"], in_float64(getattr(reference, body["kernel"])))
+        return {}
 
     @app.post("/test/sample")
     async def sample(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class LightServer:
         model: folder of the model whose shapes it has; None: a tiny one's.
         timeout: seconds that the steps of an update may take.
         device: where its weights are.
-        deterministic: its report of deterministic mode.
+        deterministic: its report of deterministic mode; of one that samples, entries of its kernels.
         samples: it is in deterministic mode, and answers POST /test/sample.
         traced: it records the files that its calls enter, for POST /test/trip.
     """

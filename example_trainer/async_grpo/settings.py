@@ -196,6 +196,11 @@ class Settings(Section):
             raise ValueError(
                 f"inference.tensor_parallel_size {self.inference.tensor_parallel_size} needs orchestration.device gpu"
             )
+        if self.training.get("deterministic") and asked.device == "cpu":
+            raise ValueError(
+                "training.deterministic needs orchestration.device gpu: vLLM has no kernels on a CPU that the trainer "
+                "could share; leave it out"
+            )
         if self.inference.weight_sync_every and not asked.parameter_servers:
             raise ValueError(
                 "inference.weight_sync_every needs orchestration.parameter_servers: without, every update is sent"

@@ -148,6 +148,15 @@ def test_what_cannot_be_resumed_exactly_is_refused(
         make_settings(values, Path("x.yaml"))
 
 
+def test_deterministic_mode_on_cpus_is_refused_before_anything_starts() -> None:
+    training = {"model_name": "m", "deterministic": True}
+    with pytest.raises(ConfigError, match=r"training.deterministic needs .* gpu.*; leave it out"):
+        settings(orchestration={"device": "cpu"}, training=training)
+    servers = {"device": "gpu", "generators": 2, "parameter_servers": 1}
+    values = settings(orchestration=servers, training=training).trainer_values
+    assert (values["weight_bridge_mode"], values["deterministic"]) == ("parameter_server", True)
+
+
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read --config .*none.yaml: No such file"):
         read_settings(tmp_path / "none.yaml")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atroposlib.dashboard.rollouts.rollout_stats import Parity
 from example_trainer.batch.client import registration
-from example_trainer.batch.groups import UNKNOWN_VERSION, Batch
+from example_trainer.batch.groups import UNKNOWN_VERSION, Batch, parse_batch
 from example_trainer.batch.packing import PackedBin
 from example_trainer.deterministic.pairing import (
     agreed_plan,
@@ -39,6 +39,7 @@ from example_trainer.training.model import decoder_maker
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.rank_plan import refuse_ranks
 from example_trainer.training.step import guarded_step, make_objective, response_logprobs
+from tests.exact_sampler import in_float64
 from tests.example_trainer.deterministic.training import (
     SMALL,
     bins,
@@ -97,22 +98,6 @@ def test_one_bit_of_one_token_stops_the_run_before_the_step(tmp_path: Path) -> N
     assert weights_sha(optimizer.masters) == before
     assert optimizer.sums is not None
     assert optimizer.sums.take() == {}
-
-
-def in_float64(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Another kernel for the same operation: exact to more digits, then rounded."""
-
-    def other(*arguments: Any) -> Any:
-        wide = [
-            one.double() if isinstance(one, Tensor) and one.is_floating_point() else one
-            for one in arguments
-        ]
-        outcome = kernel(*wide)
-        if isinstance(outcome, Tensor):
-            return outcome.float()
-        return tuple(one.float() for one in outcome)
-
-    return other
 
 
 def _silu_and_mul_in_float32(x: Tensor) -> Tensor:
@@ -241,6 +226,40 @@ def test_where_older_tokens_are_allowed_those_of_the_present_weights_alone_are_c
     known = [shift for version, shift in drawn if version != 3 and not math.isnan(shift)]
     expected = sum(math.expm1(-shift) + shift for shift in known) / max(1, len(known))
     assert row["older_kl"] == pytest.approx(expected, abs=1e-12)
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=4),
+        min_size=2,
+        max_size=3,
+    ),
+    st.integers(1, 90),
+)
+def test_weights_that_change_within_an_answer_divide_its_tokens(
+    spans: list[list[tuple[int, int]]], tokens_of_a_bin: int
+) -> None:
+    """Each token's logprob names its version: other bits are allowed for older ones alone."""
+    lengths = [sum(count for _, count in row) for row in spans]
+    held = [[version for version, count in row for _ in range(count)] for row in spans]
+    group = {
+        "tokens": [[1, *[2] * length] for length in lengths],
+        "masks": [[-100, *[2] * length] for length in lengths],
+        "scores": [float(number % 2) for number in range(len(spans))],
+        "inference_logprobs": [[1.0, *(-float(version) for version in row)] for row in held],
+        "weight_versions": [min(row) for row in held],
+        "weight_version_spans": [[list(span) for span in row] for row in spans],
+    }
+    batch = parse_batch([group], 100, 97, version=3)
+    parity = ParityCheck(KERNELS, KERNELS, older=True)
+    parity.begin(3)
+    for packed in bins(batch, tokens_of_a_bin):
+        parity.compare(packed, torch.full((len(packed["versions"]),), -3.0))
+    row = parity.row({"weight": torch.zeros(2)})
+    present = sum(version == 3 for one in held for version in one)
+    assert (row["compared_tokens"], row["mismatched_tokens"]) == (present, 0)
+    assert row["older_tokens"] == sum(lengths) - present
+    assert (float(row["older_kl"]) > 0) == (present < sum(lengths))
 
 
 def test_the_service_gets_the_counts_and_kernels_that_it_does_not_know_yet() -> None:
