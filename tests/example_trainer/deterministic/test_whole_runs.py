@@ -136,7 +136,7 @@ def new_run(
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, str]:
-    """What a run learned that nothing happened to; filled by the first test."""
+    """The result of an undisturbed run, which the first test puts here."""
     return {}
 
 
