@@ -222,7 +222,7 @@ def test_a_server_whose_kernel_is_not_the_one_that_it_names_stops_the_run(
 ) -> None:
     run = new_run("swapped")
     url = f"{run.servers[0].url}/test/swap"
-    httpx.post(url, json={"kernel": "rms_norm"}, timeout=SOON, trust_env=False).raise_for_status()
+    httpx.post(url, json={"kernel": "linear"}, timeout=SOON, trust_env=False).raise_for_status()
     with environment(run.url, run.servers, 0):
         assert run.train(BROADCAST, options=run.to_servers()) == 1
     assert "tokens of a microbatch differ between vLLM and the trainer" in run.log
