@@ -310,10 +310,12 @@ class Shards:
         spread: whether a local tensor may be less than the whole.
         masters: whether the parameters are the float32 masters themselves, with float32 gradients
             summed on them. Otherwise masters and sums are the optimizer's own.
+        layout: the ranks in words. It decides the order of sums.
     """
 
     spread = False
     masters = False
+    layout = "one rank"
 
     def sums(self, model: torch.nn.Module) -> Sums:
         """Make what the backward pass adds the model's gradients to."""

@@ -44,6 +44,7 @@ class FsdpShards(Shards):
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
+        self.layout = f"FSDP2 over {self._size} ranks"
         self._whole_shapes: dict[str, tuple[int, ...]] = {}
         self.divided: tuple[Collection[str], int] = ((), 1)
 
@@ -213,6 +214,7 @@ def _shard(
         modules, ranks = replicas
         for held in modules:
             fully_shard(held, mesh=ranks, mp_policy=policy)
+        shards.layout += f", experts over {mesh.size() // ranks.size()}"
         shards.divided = _names(model, modules), mesh.size() // ranks.size()
     for layer in layers:
         shard(layer)

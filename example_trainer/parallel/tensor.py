@@ -45,6 +45,7 @@ class TensorParallelShards(Shards):
                 f"{error}; start another number of trainer ranks, the same as vLLM's tensor-parallel degree"
             ) from error
         self.split = split
+        self.layout = f"{split.size} tensor-parallel ranks"
         self._specs: list[dict[str, ShardSpec]] = [
             {spec.name: spec for spec in plan} for plan in plans
         ]

@@ -178,6 +178,9 @@ class Models:
         self.optimizer = make_optimizer(config, self.model)
         if start.saved:
             load_state(start.saved, self.optimizer)
+            change = start.saved.layout_change(self.optimizer.shards.layout)
+            if config.deterministic and change:
+                logger.warning("%s", change)
             logger.info(
                 "Resuming from %s at step %d (%s)",
                 start.saved.path,

@@ -542,6 +542,7 @@ class Checkpoints:
         return {
             "step": optimizer.steps,
             "updates": optimizer.updates,
+            "layout": optimizer.shards.layout,
             "run": self.run.record(),
             "batch": batch and vars(batch),
             "unacknowledged": [vars(one) for one in unacknowledged],

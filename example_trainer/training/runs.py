@@ -105,6 +105,7 @@ class SavedStep:
         unacknowledged: earlier ones in its weights that were not acknowledged at the rollout service,
             because an earlier checkpoint was still being written.
         updates: of the optimizer, in all its steps.
+        layout: of the ranks that saved it; empty if that is not known.
     """
 
     path: Path
@@ -113,6 +114,7 @@ class SavedStep:
     updates: int
     batch: TrainedBatch | None = None
     unacknowledged: tuple[TrainedBatch, ...] = ()
+    layout: str = ""
 
     @classmethod
     def read(cls, checkpoint: Path) -> SavedStep:
@@ -133,12 +135,24 @@ class SavedStep:
                 int(content["updates"]),
                 content["batch"] and TrainedBatch(**content["batch"]),
                 tuple(TrainedBatch(**batch) for batch in content["unacknowledged"]),
+                str(content.get("layout", "")),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"cannot read {file} ({type(error).__name__}: {error}): move {checkpoint.name} out of the folder, "
                 "or resume from another checkpoint"
             ) from error
+
+    def layout_change(self, layout: str) -> str:
+        """The consequence for a deterministic run that goes on with another layout of ranks; empty
+        if it is the same, or not known.
+        """
+        if self.layout in ("", layout):
+            return ""
+        return (
+            f"{self.path} was saved by {self.layout}, and this trainer has {layout}: it adds "
+            "gradients in another order, so the next weights are not those of a run without a break"
+        )
 
     @property
     def positions(self) -> dict[str, int] | None:

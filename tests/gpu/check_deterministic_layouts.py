@@ -84,7 +84,7 @@ def check(layout: str, ranks: int, device: str, folder: Path) -> Row:
         hashes = [list(result.values()) for both in results for result in both]
         if all(one == hashes[0] for one in hashes):
             row.repeated = hashes[0]
-        errors = {result["error"] for result in run(folder, ranks, device, layout, 1, "bit")}
+        errors = {result["error"] for result in run(folder, ranks, device, layout, 2, "bit")}
         if len(errors) == 1:
             row.error = errors.pop()
     except Failed as error:

@@ -156,6 +156,26 @@ def with_one_bit_changed(batch: Batch) -> Batch:
     return batch
 
 
+def check_wrong_bit(spread: Spread, batch: Batch, checkpoints: Checkpoints) -> dict[str, object]:
+    """The step before is saved whole after the error, as the training loop does it. Returns the
+    error and the first token.
+    """
+    optimizer, before = spread.optimizer, weights_sha(spread.masters())
+    message = "the wrong bit was not noticed"
+    try:
+        spread.step(with_one_bit_changed(batch))
+    except ParityError as error:
+        message = str(error)
+    assert weights_sha(spread.masters()) == before
+    path = checkpoints.begin(spread.model, optimizer, {})
+    checkpoints.wait()
+    for master in optimizer.masters.values():
+        master.zero_()
+    load_state(SavedStep.read(path), optimizer)
+    assert weights_sha(spread.masters()) == before
+    return {"error": message, "first": spread.parity.report()["parity"]["first"]}
+
+
 def main(ranks: Ranks, kind: str, folder: Path, steps: int, fault: str) -> None:
     torch.set_num_threads(1)
     if not steps:
@@ -171,14 +191,8 @@ def main(ranks: Ranks, kind: str, folder: Path, steps: int, fault: str) -> None:
         optimizer.write_weights()
     while optimizer.steps < steps:
         batch = spread.batch()
-        if fault == "bit":
-            before = weights_sha(spread.masters())
-            try:
-                spread.step(with_one_bit_changed(batch))
-            except ParityError as error:
-                assert weights_sha(spread.masters()) == before
-                counts = spread.parity.report()["parity"]
-                hashes["error"], hashes["first"] = str(error), counts["first"]
+        if fault == "bit" and optimizer.steps == SAVED:
+            hashes |= check_wrong_bit(spread, batch, checkpoints)
             break
         if fault == "kill" and optimizer.steps == SAVED:
             if ranks.rank == 1:

@@ -56,7 +56,7 @@ def test_one_bit_of_one_rank_stops_all_with_one_error(
     kind: str, ranks: int, processes: Processes, tmp_path: Path
 ) -> None:
     write_model(tmp_path, "untied")
-    results = run(processes, ranks, [kind, tmp_path, 1, "bit"])
+    results = run(processes, ranks, [kind, tmp_path, 2, "bit"])
     assert all(result == results[0] for result in results)
     assert results[0]["error"].startswith("1 of ")
     assert f"sequence {results[0]['first']['sequence']}, position" in results[0]["error"]

@@ -52,10 +52,15 @@ def test_a_checkpoint_holds_the_weights_that_are_served(start: Path, tmp_path: P
         "batch": {"id": 7, "uuid": 99, "positions": {"a": 4}},
         "unacknowledged": [{"id": 6, "uuid": 99, "positions": None}],
     }
-    assert state == {"step": 2, "updates": 2, "run": run, "config": {"lr": 0.02}} | batches
-    assert SavedStep.read(folder) == SavedStep(
-        folder, 2, RUN, 2, TrainedBatch(7, 99, {"a": 4}), (TrainedBatch(6, 99),)
+    plain = {"step": 2, "updates": 2, "run": run, "config": {"lr": 0.02}, "layout": "one rank"}
+    assert state == plain | batches
+    saved = SavedStep.read(folder)
+    assert saved == SavedStep(
+        folder, 2, RUN, 2, TrainedBatch(7, 99, {"a": 4}), (TrainedBatch(6, 99),), "one rank"
     )
+    assert saved.layout_change("one rank") == ""
+    change = saved.layout_change("FSDP2 over 2 ranks")
+    assert change.startswith(f"{folder} was saved by one rank, and this trainer has FSDP2 over 2")
 
 
 def test_saving_does_not_touch_the_model(start: Path, tmp_path: Path) -> None:
@@ -165,7 +170,9 @@ def test_weights_for_a_server_do_not_wait_for_states_and_get_theirs_later(
     assert checkpoints.writing
     assert list(steps_in(tmp_path / "out")) == [2], "step 1 is not whole yet"
     assert not (folder / "trainer_state").exists()
-    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, 2, TrainedBatch(7, 99))
+    assert SavedStep.read(folder) == SavedStep(
+        folder, 2, RUN, 2, TrainedBatch(7, 99), layout="one rank"
+    )
     served, trained = load_model(str(folder), torch.bfloat16), dict(model.named_parameters())
     assert all(torch.equal(p, trained[name]) for name, p in served.named_parameters())
     files = {
@@ -178,7 +185,9 @@ def test_weights_for_a_server_do_not_wait_for_states_and_get_theirs_later(
     assert {
         path.name: path.stat().st_ino for path in folder.iterdir() if path.is_file()
     } == files, "written once"
-    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, 2, TrainedBatch(7, 99))
+    assert SavedStep.read(folder) == SavedStep(
+        folder, 2, RUN, 2, TrainedBatch(7, 99), layout="one rank"
+    )
     _, continued = load(folder)
     load_state(SavedStep.read(folder), continued)
     assert all(
