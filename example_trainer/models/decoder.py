@@ -319,7 +319,7 @@ class Experts(nn.Module):
 
     def __init__(self, path: str, blueprint: Blueprint) -> None:
         super().__init__()
-        self.arithmetic = blueprint.arithmetic
+        self.arithmetic, self.split = blueprint.arithmetic, blueprint.split
         self.w13_weight = blueprint.parameter(f"{path}.w13_weight")
         self.w2_weight = blueprint.parameter(f"{path}.w2_weight")
 
@@ -327,7 +327,17 @@ class Experts(nn.Module):
         """Return the weighted sum of the chosen experts; see `Operations.experts`."""
         ops, total = self.arithmetic.ops, self.arithmetic.total
         totals = total(self.w13_weight), total(self.w2_weight)
-        return ops.experts(x, weights, chosen, self.w13_weight, self.w2_weight, packing, totals)
+        return ops.experts(
+            x,
+            weights,
+            chosen,
+            self.w13_weight,
+            self.w2_weight,
+            packing,
+            totals,
+            self.split,
+            self.arithmetic.plan.parts,
+        )
 
 
 class Mixture(nn.Module):
@@ -352,7 +362,8 @@ class Mixture(nn.Module):
             weights, chosen = choose(logits)
         else:
             weights, chosen = routers.choose(self.layer, logits, choose)
-        return self.split.leave(self.experts(x, weights, chosen, packing))
+        y: Tensor = self.experts(x, weights, chosen, packing)
+        return y
 
     def _choose(self, packing: Packing, logits: Tensor) -> Routed:
         g, routing = self.geometry, self.arithmetic.routing

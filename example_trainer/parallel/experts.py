@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from example_trainer.errors import ConfigError
+from example_trainer.errors import ConfigError, ModelError
 from example_trainer.models.decoder import Arithmetic, Decoder, Experts, Mixture
 from example_trainer.models.packing import Packing
 from example_trainer.models.shards import Total
@@ -215,6 +215,11 @@ class SpreadExperts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, packing: Packing) -> Tensor:
         """Return the weighted sum of the chosen experts; see `Operations.experts`. Collective."""
+        if self.arithmetic.plan.parts > 1:
+            raise ModelError(
+                f"the server splits each expert over {self.arithmetic.plan.parts} ranks, whose sum "
+                "--expert-parallel does not follow; leave it out"
+            )
         exchange, count = self._exchange, chosen.shape[1]
         flat = chosen.reshape(-1)
         owners = flat // exchange.experts

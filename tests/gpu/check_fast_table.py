@@ -218,8 +218,9 @@ def mixed(dtype: torch.dtype, totals: bool) -> Result:
         x: Tensor, weights: Tensor, chosen: Tensor, w13: Tensor, w2: Tensor, packing: Packing,
         sums: Any,
     ) -> Tensor:  # fmt: skip
-        gated, begins = fast_kernels.silu_and_mul, packing.cu_seqlens
-        return mixture.experts(x, weights, chosen, w13, w2, begins, sums, gated, triton_gradients)
+        functions = mixture.Kernels(fast_kernels.silu_and_mul, triton_gradients)
+        begins = packing.cu_seqlens
+        return mixture.experts(x, weights, chosen, w13, w2, begins, sums, functions)
 
     table: Any = SimpleNamespace(experts=experts)
     sizes = Sizes((80, 1, 60), hidden=144, inner=136)

@@ -300,13 +300,14 @@ def weighted_sum(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
 
 
 class Mixed(NamedTuple):
-    """Outputs of the experts [tokens, dim], and what a backward pass needs of the way there.
+    """Outputs of the experts, and what a backward pass needs of the way there.
 
     Attributes:
+        outputs: [parts, tokens, dim].
         inner: [rows, 2 · inner], the gate's and the up projection's outputs.
     """
 
-    output: torch.Tensor
+    outputs: torch.Tensor
     inner: torch.Tensor
     assigned: Assigned
 
@@ -317,6 +318,7 @@ def experts(
     chosen: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
+    parts: int = 1,
 ) -> torch.Tensor:
     """The weighted sum of the gated MLPs that were chosen for each token: [tokens, dim].
 
@@ -328,8 +330,11 @@ def experts(
         weights, chosen: see `route`.
         w13: [experts, 2 · inner, dim], the gate in the first half of each expert's rows.
         w2: [experts, dim, inner].
+        parts: vLLM's tensor-parallel ranks, whose bits the result has: each has a part of the inner
+            width of every expert, and their sums are added as `add_parts` does.
     """
-    return mix(x, weights, chosen, w13, w2, silu_and_mul).output
+    outputs = mix(x, weights, chosen, w13, w2, silu_and_mul, parts).outputs
+    return outputs[0] if parts == 1 else add_parts(outputs)
 
 
 def mix(
@@ -339,14 +344,33 @@ def mix(
     w13: torch.Tensor,
     w2: torch.Tensor,
     gated: Callable[[torch.Tensor], torch.Tensor],
+    parts: int = 1,
 ) -> Mixed:
-    """See `experts`; `gated` is `silu_and_mul` or another kernel for it."""
+    """See `experts`; `gated` is `silu_and_mul` or another kernel for it.
+
+    Inner values and matrices are copied part by part, see `row_parts`.
+    """
+    if parts < 1 or w2.shape[2] % parts:
+        raise ValueError(f"an inner width of {w2.shape[2]} cannot be cut into {parts} equal parts")
     assigned = assign(chosen, w13.shape[0])
     rows = x.index_select(0, assigned.order // chosen.shape[1])
     inner = expert_linear(rows, w13, assigned.ends)
     del rows  # its memory is needed for the outputs
-    outputs = expert_linear(gated(inner), w2, assigned.ends)
-    return Mixed(weighted_sum(outputs, assigned.places, weights), inner, assigned)
+    width = w2.shape[2] // parts
+    outputs = [
+        weighted_sum(
+            expert_linear(values.contiguous(), matrices.contiguous(), assigned.ends),
+            assigned.places,
+            weights,
+        )
+        for values, matrices in zip(
+            gated(inner).split(width, dim=1), w2.split(width, dim=2), strict=True
+        )
+    ]
+    stacked = outputs[0].unsqueeze(0)
+    if parts > 1:
+        stacked = torch.stack(outputs)
+    return Mixed(stacked, inner, assigned)
 
 
 def attention_varlen(

@@ -336,25 +336,19 @@ def experts(
     down: Tensor,
     packing: Packing | None = None,
     totals: tuple[Total | None, Total | None] = (None, None),
+    split: Split | None = None,
+    parts: int = 1,
 ) -> Tensor:
     """See Operations.experts. By PyTorch's grouped product where it has a kernel, which is from
     Hopper on and for sizes that are multiples of 8; else one expert after the other.
     """
     aligned = all(size % 8 == 0 for size in down.shape[1:])
     if torch.cuda.get_device_capability(x.device)[0] < 9 or not aligned:
-        return reference.experts(x, weights, chosen, gate_up, down, packing, totals)
+        return reference.experts(x, weights, chosen, gate_up, down, packing, totals, split)
     begins = torch.tensor([0, len(x)]).pin_memory().to(x.device, non_blocking=True)
-    return mixture.experts(
-        x,
-        weights,
-        chosen,
-        gate_up,
-        down,
-        begins,
-        totals,
-        fast_kernels.silu_and_mul,
-        triton_gradients,
-    )
+    kernels = mixture.Kernels(fast_kernels.silu_and_mul, triton_gradients)
+    y = mixture.experts(x, weights, chosen, gate_up, down, begins, totals, kernels)
+    return y if split is None else split.leave(y)
 
 
 class _Embedding(torch.autograd.Function):

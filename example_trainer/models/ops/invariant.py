@@ -275,11 +275,17 @@ def experts(
     down: Tensor,
     packing: Packing | None = None,
     totals: tuple[Total | None, Total | None] = (None, None),
+    split: Split | None = None,
+    parts: int = 1,
 ) -> Tensor:
-    """See Operations.experts. An expert's gradient is summed in the order of the tokens."""
+    """See Operations.experts; parts as in `row_linear`.
+
+    An expert's gradient is summed in the order of the tokens.
+    """
     begins = (packing or Packing([len(x)], x.device)).cu_seqlens
+    kernels = mixture.Kernels(ops.silu_and_mul, gradients_for(x))
     return mixture.experts(
-        x, weights, chosen, gate_up, down, begins, totals, ops.silu_and_mul, gradients_for(x)
+        x, weights, chosen, gate_up, down, begins, totals, kernels, split or _WHOLE, parts
     )
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from example_trainer.models.shards import Total, deliver, wide
+from example_trainer.models.shards import Split, Total, deliver, wide
 from vllm_patching.batch_invariant import ops
 
 
@@ -69,6 +69,21 @@ def route(
     return weights, numbers
 
 
+class Kernels(NamedTuple):
+    """The functions in which tables differ.
+
+    Attributes:
+        gated: silu_and_mul without a gradient.
+        gradients: the module with `expert_gradient` and `add_expert_gradient`.
+    """
+
+    gated: Callable[[Tensor], Tensor]
+    gradients: ModuleType
+
+
+_WHOLE = Split()
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -80,13 +95,17 @@ class _Experts(torch.autograd.Function):
         down: Tensor,
         begins: Tensor,
         totals: tuple[Total | None, Total | None],
-        gated: Callable[[Tensor], Tensor],
-        gradients: ModuleType,
+        kernels: Kernels,
+        split: Split,
+        parts: int,
     ) -> Tensor:
-        mixed = ops.mix(x, weights, chosen, gate_up, down, gated)
+        own = parts // split.size
+        mixed = ops.mix(x, weights, chosen, gate_up, down, kernels.gated, own)
         ctx.save_for_backward(x, weights, gate_up, down, begins, mixed.inner, *mixed.assigned)
-        ctx.totals, ctx.gradients = totals, gradients
-        return mixed.output
+        ctx.totals, ctx.gradients = totals, kernels.gradients
+        if parts == 1:
+            return mixed.outputs[0]
+        return ops.add_parts(split.gather_parts(mixed.outputs))
 
     @staticmethod
     @once_differentiable
@@ -117,7 +136,7 @@ class _Experts(torch.autograd.Function):
             back = ops.expert_linear(d_inner, gate_up.transpose(1, 2), ends)
             dx = ops.weighted_sum(back, places, torch.ones_like(weights))
         d_weights = d_weights.index_select(0, places).view_as(weights)
-        return dx, d_weights, None, d_gate_up, d_down, None, None, None, None
+        return dx, d_weights, None, d_gate_up, d_down, None, None, None, None, None
 
 
 def _bounds(order: Tensor, ends: Tensor, begins: Tensor) -> Tensor:
@@ -142,16 +161,25 @@ def experts(
     down: Tensor,
     begins: Tensor,
     totals: tuple[Total | None, Total | None],
-    gated: Callable[[Tensor], Tensor],
-    gradients: ModuleType,
+    kernels: Kernels,
+    split: Split = _WHOLE,
+    parts: int = 1,
 ) -> Tensor:
-    """See Operations.experts.
+    """See Operations.experts. As in `invariant.row_linear`, the gradients do not depend on the
+    parts.
 
     Args:
         begins: [spans + 1], the first token of each span whose sums are taken apart, and the
             number of tokens.
-        gated: silu_and_mul without a gradient.
-        gradients: the module with `expert_gradient` and `add_expert_gradient`.
+
+    Raises:
+        ValueError: the ranks cannot compute equal shares of the parts.
     """
-    y: Tensor = _Experts.apply(x, weights, chosen, gate_up, down, begins, totals, gated, gradients)
+    if parts % split.size:
+        raise ValueError(
+            f"{split.size} trainer ranks cannot compute equal shares of a sum of {parts} parts"
+        )
+    y: Tensor = _Experts.apply(
+        x, weights, chosen, gate_up, down, begins, totals, kernels, split, parts
+    )
     return y

@@ -299,6 +299,8 @@ def experts(
     down: Tensor,
     packing: Packing | None = None,
     totals: tuple[Total | None, Total | None] = (None, None),
+    split: Split | None = None,
+    parts: int = 1,
 ) -> Tensor:
     """See Operations.experts. One expert after the other; the host waits for their loads."""
     count = chosen.shape[1]
@@ -316,7 +318,8 @@ def experts(
     added = wide(slots[:, 0]) * weights[:, :1]
     for slot in range(1, count):
         added = added + wide(slots[:, slot]) * weights[:, slot : slot + 1]
-    return added.to(x.dtype)
+    output = added.to(x.dtype)
+    return output if split is None else split.leave(output)
 
 
 def _total_of_expert(total: Total | None, expert: int) -> Total | None:

@@ -174,6 +174,8 @@ class Operations(Protocol):
         down: Tensor,
         packing: Packing | None = None,
         totals: tuple[Total | None, Total | None] = (None, None),
+        split: Split | None = None,
+        parts: int = 1,
     ) -> Tensor:
         """The weighted sum of the gated MLPs that were chosen for each token: [tokens, width].
 
@@ -185,6 +187,8 @@ class Operations(Protocol):
             gate_up: [experts, 2 · inner, width], the gate in the first half of an expert's rows.
             down: [experts, width, inner].
             totals: of gate_up and down.
+            split, parts: of the inner width of every expert, see `row_linear`. Collective if
+                `split` has several ranks.
         """
 
     def rows(self, x: Tensor, rows: Tensor) -> Tensor:

@@ -361,7 +361,7 @@ def route_case(d: Draws, ops: Operations, renormalised: bool) -> Case:
     return Case(inputs, ours, formula)
 
 
-def experts_case(d: Draws, ops: Operations) -> Case:
+def experts_case(d: Draws, ops: Operations, parts: int = 1) -> Case:
     s = d.sizes
     wide = torch.promote_types(d.dtype, torch.float32)
     inputs = {
@@ -376,7 +376,7 @@ def experts_case(d: Draws, ops: Operations) -> Case:
 
     def ours(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, **totals: Total) -> Tensor:
         given = totals.get("gate_up_total"), totals.get("down_total")
-        return ops.experts(x, weights, chosen, gate_up, down, d.packing, given)
+        return ops.experts(x, weights, chosen, gate_up, down, d.packing, given, parts=parts)
 
     def formula(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         gate, up = torch.einsum("eoh,th->teo", gate_up, x).chunk(2, dim=-1)
@@ -406,6 +406,7 @@ CASES: dict[str, Callable[[Draws, Operations], Case]] = {
 """Operations of every table."""
 INVARIANT_CASES = CASES | {
     "matmul": matmul_case,
+    "experts of two parts": partial(experts_case, parts=2),
     "rms_norm of heads": head_norm_case,
     "rotary_embedding": rotary_case,
 }

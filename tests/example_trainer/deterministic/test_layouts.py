@@ -70,6 +70,7 @@ def test_one_bit_of_one_rank_stops_all_with_one_error(
         ("tensor_parallel4", 4, "tied"),
         ("fsdp1", 2, "mixture"),
         ("experts1", 4, "mixture"),
+        ("tensor_parallel2", 2, "mixture"),
     ],
 )
 def test_gradients_are_those_of_one_rank(
@@ -77,6 +78,18 @@ def test_gradients_are_those_of_one_rank(
 ) -> None:
     write_model(tmp_path, name)
     run(processes, ranks, [kind, tmp_path, 0])
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kind", ["fsdp2", "tensor_parallel2"])
+def test_a_mixture_has_the_bits_of_one_rank(
+    kind: str, processes: Processes, tmp_path: Path
+) -> None:
+    """The worker compares each token with the whole model's."""
+    write_model(tmp_path, "mixture")
+    first, other = run(processes, 2, [kind, tmp_path, 2])
+    assert first == other
+    assert first["1"] != first["2"]
 
 
 @given(st.lists(st.lists(st.floats(-1e4, 1e4, width=16), min_size=3, max_size=3), min_size=1))

@@ -125,6 +125,29 @@ def test_experts_are_those_of_float64(loads: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [2, 4])
+def test_experts_of_several_parts_are_the_sum_of_their_ranks(
+    parts: int, dtype: torch.dtype
+) -> None:
+    """Each rank of vLLM has rows of gate and up projection and columns of the down projection."""
+    x, inner = normal(11, 24, dtype=dtype), 16
+    w13, w2 = normal(5, 2 * inner, 24, dtype=dtype, seed=1), normal(5, 24, inner, seed=2).to(dtype)
+    routed = ops.route(x[:, :5], 2, renormalised=True)
+    gate, up = w13.chunk(2, dim=1)
+    share = inner // parts
+    ranks = []
+    for rank in range(parts):
+        own = slice(rank * share, (rank + 1) * share)
+        theirs = torch.cat((gate[:, own], up[:, own]), dim=1)
+        ranks.append(ops.experts(x, *routed, theirs, w2[:, :, own].contiguous()))
+    whole = ops.experts(x, *routed, w13, w2, parts)
+    assert torch.equal(whole, ops.add_parts(torch.stack(ranks)))
+    assert not torch.equal(whole, ops.experts(x, *routed, w13, w2))
+    with pytest.raises(ValueError, match="an inner width of 16 cannot be cut into 3 equal parts"):
+        ops.experts(x, *routed, w13, w2, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_pytorchs_grouped_product_is_the_product_of_each_row(dtype: torch.dtype) -> None:
     """The kernel of a GPU is called in the same way."""
     rows, weight = normal(20, 16, dtype=dtype), normal(4, 24, 16, dtype=dtype, seed=1)
