@@ -127,6 +127,7 @@ SEAMS = (
     f"{LAYERS}.batch_invariant:override_envs_for_invariance|vllm.model_executor.determinism.batch_invariant:override_envs_for_invariance",
     f"{LAYERS}.linear:tensor_model_parallel_all_reduce",
     f"{LAYERS}.vocab_parallel_embedding:tensor_model_parallel_all_reduce",
+    f"{LAYERS}.fused_moe.runner.moe_runner:tensor_model_parallel_all_reduce",
     "vllm.distributed.parallel_state:get_tp_group",
     "vllm.distributed.parallel_state:get_tensor_model_parallel_world_size",
     "vllm.distributed.parallel_state:GroupCoordinator.all_gather",

@@ -88,7 +88,14 @@ def agreed_plan(
         tensor_ranks = 1
         if config.single_copy:
             tensor_ranks = ranks.world_size
-        return followed_plan(info, url, geometry, tensor_ranks).parts
+        plan = followed_plan(info, url, geometry, tensor_ranks)
+        if plan.parts > 1 and config.expert_parallel > 1:
+            raise PairingError(
+                f"the vLLM server at {url} sums {plan.parts} parts of every expert, which "
+                f"--expert-parallel {config.expert_parallel} does not follow: leave it out, or "
+                "start vLLM with --tensor-parallel-size 1"
+            )
+        return plan.parts
 
     limit = config.service_timeout + config.bridge_timeout + ranks.timeout
     return SumPlan(ranks.on_main("asking the servers for their sum plan", ask, limit))
@@ -119,11 +126,6 @@ def followed_plan(info: dict[str, Any], url: str, geometry: Geometry, tensor_ran
             f"the vLLM server at {url} sums {plan.parts} parts, and {', '.join(obstacles)} of this "
             f"trainer's model cannot be split so: start vLLM with --tensor-parallel-size "
             f"{_either(fitting)}, or give both the same model"
-        )
-    if geometry.sparse_layers and plan.parts > 1:
-        raise PairingError(
-            f"the vLLM server at {url} sums {plan.parts} parts, and this trainer computes the "
-            f"experts of {geometry.architecture} whole: start vLLM with --tensor-parallel-size 1"
         )
     if plan.parts % tensor_ranks:
         raise PairingError(

@@ -46,7 +46,7 @@ def apply_patches() -> list[str]:
 
 def patch_experts() -> list[str]:
     """Replace vLLM's router and experts in a worker; see `apply_patches`."""
-    return replace_experts(_linear, ops.route, ops.experts)
+    return replace_experts(_linear, ops.route, ops.experts, sum_over_ranks)
 
 
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,15 @@ from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
 _FUSED = "vllm.model_executor.layers.fused_moe"
 _GATE = (f"{_FUSED}.router.gate_linear", "GateLinear", "forward")
 _ROUTER = (f"{_FUSED}.router.fused_topk_router", "FusedTopKRouter", "_compute_routing")
+_SUM = (f"{_FUSED}.runner.moe_runner", "", "tensor_model_parallel_all_reduce")
 _EXPERTS = (f"{_FUSED}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod", "apply")
 
 
 def replace_experts(
-    linear: Callable[..., Any], route: Callable[..., Any], experts: Callable[..., Any]
+    linear: Callable[..., Any],
+    route: Callable[..., Any],
+    experts: Callable[..., Any],
+    all_reduce: Callable[..., Any],
 ) -> list[str]:
     """Put functions in the place of vLLM's router and experts; call before the model is built.
 
@@ -25,6 +29,7 @@ def replace_experts(
         linear: (x, weight, bias) -> logits of the router.
         route: (logits, count, renormalised) -> (weights, experts int64), [tokens, count] each.
         experts: (x, weights, experts, w13, w2) -> y.
+        all_reduce: (x) -> the sum over tensor-parallel ranks, behind the experts.
 
     Returns:
         what was replaced.
@@ -48,21 +53,23 @@ def replace_experts(
     ) -> Any:
         return experts(x, topk_weights, topk_ids.long(), layer.w13_weight, layer.w2_weight)
 
-    places = {_GATE: gate, _ROUTER: compute_routing, _EXPERTS: apply}
+    places = {_GATE: gate, _ROUTER: compute_routing, _EXPERTS: apply, _SUM: all_reduce}
     owners = [_owner(place) for place in places]
     for owner, (place, function) in zip(owners, places.items(), strict=True):
         setattr(owner, place[-1], function)
-    return [".".join(place) for place in places]
+    return [".".join(filter(None, place)) for place in places]
 
 
 def _owner(place: tuple[str, str, str]) -> Any:
     module, name, method = place
     try:
-        owner = getattr(importlib.import_module(module), name, None)
+        owner: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise UnsupportedVllm(seam_missing(module)) from error
+    if name:
+        owner = getattr(owner, name, None)
     if not hasattr(owner, method):
-        raise UnsupportedVllm(seam_missing(".".join(place)))
+        raise UnsupportedVllm(seam_missing(".".join(filter(None, place))))
     return owner
 
 
@@ -85,9 +92,12 @@ def other_experts(mixture: Any) -> str:
     if held.expert_map is not None:
         return "a rank holds some experts only; leave --enable-expert-parallel out"
     ranks = getattr(runner.moe_config, "tp_size", 1)
-    if ranks > 1:
+    if ranks > 1 and (
+        getattr(runner.moe_config, "is_sequence_parallel", False)
+        or getattr(runner, "_fused_output_is_reduced", False)
+    ):
         return (
-            f"each expert is split over {ranks} ranks, whose sum the trainer does not follow yet; "
+            f"the sum of {ranks} ranks is not taken behind the experts, where its order is known; "
             "start the server with --tensor-parallel-size 1"
         )
     activation = getattr(held.activation, "value", held.activation)

@@ -482,9 +482,9 @@ def test_the_trainer_takes_the_plan_of_the_server_before_it_loads(tmp_path: Path
         (
             "parts=2", 1,
             {"architecture": "Qwen3MoeForCausalLM", "num_experts": 4, "experts_per_token": 2,
-             "moe_intermediate_size": 16},
-            "computes the experts of Qwen3MoeForCausalLM whole: start vLLM with "
-            "--tensor-parallel-size 1",
+             "moe_intermediate_size": 15},
+            "and experts with an inner width of 15 of this trainer's model cannot be split so: "
+            "start vLLM with --tensor-parallel-size 1",
         ),
         ("tree", 1, {}, "sums in another way than this trainer: sum_plan 'tree' is not of the form"),
         ("parts=3", 1, {}, "a sum of 3 parts: deterministic mode knows 1, 2, 4 and 8"),

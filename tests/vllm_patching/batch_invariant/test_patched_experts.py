@@ -19,12 +19,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from vllm_patching.batch_invariant.patches import patch_experts
+from vllm_patching.batch_invariant.patches import patch_experts, sum_over_ranks
 
 replaced = patch_experts()
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from vllm.utils.torch_utils import set_default_torch_dtype
 from tests.tiny_models import make_model
@@ -80,12 +81,25 @@ def changed(**values):
 
 
 assert other_experts(changed()) == ""
+assert other_experts(changed(moe_config=SimpleNamespace(tp_size=2))) == ""
+# The runner's own sum over ranks is the ordered one.
+assert moe_runner.tensor_model_parallel_all_reduce is sum_over_ranks
+split = SimpleNamespace(tp_size=2, ep_size=1, is_sequence_parallel=False)
+split.skip_final_all_reduce = False
+part, summed = torch.ones(3, 4), []
+moe_runner.tensor_model_parallel_all_reduce = lambda x: summed.append(x) or 2 * x
+owner = SimpleNamespace(moe_config=split, _fused_output_is_reduced=False)
+found = moe_runner.MoERunner._maybe_reduce_final_output(owner, part, None)
+assert len(summed) == 1 and torch.equal(found, 2 * part)
 sigmoid = FusedTopKRouter(2, 6, scoring_func="sigmoid")
 for values, words in (
     ({"expert_map": torch.zeros(6)}, "leave --enable-expert-parallel out"),
     ({"apply_router_weight_on_input": True}, "weights are applied before the experts"),
     ({"router": sigmoid}, "not by a softmax"),
-    ({"moe_config": SimpleNamespace(tp_size=2)}, "--tensor-parallel-size 1"),
+    (
+        {"moe_config": SimpleNamespace(tp_size=2, is_sequence_parallel=True)},
+        "the sum of 2 ranks is not taken behind the experts",
+    ),
     ({"shared_experts": layer}, "it has shared experts"),
     ({"w13_bias": torch.zeros(6)}, "its experts have biases"),
     ({"activation": SimpleNamespace(value="gelu")}, "the activation gelu"),
@@ -102,4 +116,4 @@ def test_vllms_block_of_experts_calls_our_functions(tmp_path: Path) -> None:
         command = [sys.executable, "-c", LAYER, str(tmp_path)]
         process = start_unguarded(command, log.fileno(), os.environ, ROOT, "vllm")
     status, said = process.wait(180), (tmp_path / "log").read_text()
-    assert (status, "REPLACED 3" in said) == (0, True), said[-3000:]
+    assert (status, "REPLACED 4" in said) == (0, True), said[-3000:]
