@@ -51,6 +51,32 @@ def width_checks(
             yield title, len(x), operation, narrow.repeat(1, factor)
 
 
+def row_check(
+    name: str, weight: torch.Tensor, x: torch.Tensor, ranks: int
+) -> tuple[str, int, Any, torch.Tensor]:
+    """Return the sum of parts as a trainer of one rank takes it, against the kernel's sum.
+
+    Args:
+        name: of the layer.
+        weight: this rank's, whose inputs are split.
+        x: rows of this rank's inputs; every rank gets other ones.
+        ranks: tensor-parallel ranks of the server.
+
+    Returns:
+        (name, rows, operation, the expected result for all rows).
+    """
+    inputs = [x.roll(rank, 0) for rank in range(ranks)]
+    expected = ops.add_parts(torch.stack([ops.linear(one, weight) for one in inputs]))
+    whole, wide = torch.cat(inputs, dim=1), weight.repeat(1, ranks)
+    title = f"row_linear {name} {list(weight.shape)} in {ranks} parts"
+    return title, len(x), partial(row_rows, whole, wide, ranks), expected
+
+
+def row_rows(x: torch.Tensor, weight: torch.Tensor, parts: int, rows: slice) -> torch.Tensor:
+    """Return the sum of parts of some rows, as a trainer of one rank computes it."""
+    return ops.row_linear(x[rows], weight, parts)
+
+
 def split_attention_failure(
     heads: int,
     kv_heads: int,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -96,16 +96,19 @@ def row_parts(
     Returns:
         [parts, rows, out], each the product over in / parts columns, in the dtype of x.
     """
+    return torch.stack(list(part_products(x, weight, parts, bias)))
+
+
+def part_products(
+    x: torch.Tensor, weight: torch.Tensor, parts: int, bias: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
+    """Yield the products of row_parts one after the other."""
     if parts < 1 or weight.shape[1] % parts:
         raise ValueError(f"{weight.shape[1]} columns cannot be cut into {parts} equal parts")
     width = weight.shape[1] // parts
-    products = [
-        linear(columns.contiguous(), of_weight.contiguous(), bias if number == 0 else None)
-        for number, (columns, of_weight) in enumerate(
-            zip(x.split(width, dim=-1), weight.split(width, dim=-1), strict=True)
-        )
-    ]
-    return torch.stack(products)
+    for columns, of_weight in zip(x.split(width, dim=-1), weight.split(width, dim=-1), strict=True):
+        yield linear(columns.contiguous(), of_weight.contiguous(), bias)
+        bias = None  # the first part's alone
 
 
 def add_parts(parts: torch.Tensor) -> torch.Tensor:
@@ -122,11 +125,17 @@ def row_linear(
 ) -> torch.Tensor:
     """x @ weight.T (+ bias) in the bits of `parts` tensor-parallel ranks of vLLM; [rows, out].
 
-    With one part it is `linear`. See `row_parts` for the arguments.
+    With one part it is `linear`, else add_parts(row_parts(...)) without keeping the parts. See
+    `row_parts` for the arguments.
     """
     if parts == 1:
         return linear(x, weight, bias)
-    return add_parts(row_parts(x, weight, parts, bias))
+    products = part_products(x, weight, parts, bias)
+    first = next(products)
+    total = first.to(_wide(first), copy=True)
+    for product in products:
+        total += product
+    return total.to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -27,6 +27,7 @@ from vllm_patching.batch_invariant.experts_test import (
 )
 from vllm_patching.batch_invariant.layouts_test import (
     rank_sum_failure,
+    row_check,
     split_attention_failure,
     width_checks,
 )
@@ -239,6 +240,9 @@ def _all_operations(model: Any, layer: Any, ranks: int) -> Iterator[tuple[Any, .
         for name, weight in weights.items()
     }
     yield from width_checks(given, ranks)
+    weight = layer.self_attn.o_proj.weight.data
+    x = random_rows(ROWS, weight.shape[1], like=weight, seed=31)
+    yield row_check("o_proj", weight, x, ranks)
 
 
 def _head_weight(model: Any) -> torch.Tensor:

@@ -69,8 +69,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.packing, ctx.totals = packing, totals
-        if parts == 1:
-            return ops.linear(x, weight, bias)
+        if split.size == 1:
+            return ops.row_linear(x, weight, parts, bias)
         first_bias = bias if split.rank == 0 else None
         products = ops.row_parts(x, weight, parts // split.size, first_bias)
         return ops.add_parts(split.gather_parts(products))

@@ -17,7 +17,11 @@ from hypothesis import strategies as st
 from tests.forked_commands import start_unguarded
 from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant import self_test as testing
-from vllm_patching.batch_invariant.layouts_test import split_attention_failure, width_checks
+from vllm_patching.batch_invariant.layouts_test import (
+    row_check,
+    split_attention_failure,
+    width_checks,
+)
 from vllm_patching.batch_invariant.plan import ENTRY, PARTS, SumPlan, plan_of
 from vllm_patching.batch_invariant.provenance import provenance, provenance_difference
 from vllm_patching.batch_invariant.self_test import first_difference
@@ -114,6 +118,7 @@ def test_a_row_product_is_the_sum_of_the_ranks_products(count: int, dtype: torch
         )
     ]
     whole = ops.row_linear(x, weight, count, bias)
+    assert torch.equal(whole, ops.add_parts(ops.row_parts(x, weight, count, bias)))
     assert torch.equal(whole, ops.add_parts(torch.stack(ranks)))
     assert torch.equal(ops.row_linear(x[3:4], weight, count, bias), whole[3:4])
     exact = x.double() @ weight.double().t() + bias.double()
@@ -168,6 +173,23 @@ def test_the_self_test_compares_a_ranks_width_with_wider_ones(
     assert wrong.startswith(
         "linear qkv_proj [24, 16] within 4 times the width depends on the layout: of 7 rows by "
         "themselves and of the same in the other layout, 1 values differ, first at row 5, column 50: "
+    )
+
+
+def test_the_self_test_compares_the_trainers_sum_with_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, x = normal(24, 16, dtype=torch.bfloat16), normal(40, 16, dtype=torch.bfloat16, seed=1)
+
+    def failure() -> str:
+        name, total, operation, expected = row_check("o_proj", weight, x, 4)
+        return first_difference(name, operation, total, expected)
+
+    assert failure() == ""
+    plain = ops.add_parts
+    monkeypatch.setattr(ops, "add_parts", lambda parts: plain(parts[1:]))
+    assert failure().startswith(
+        "row_linear o_proj [24, 16] in 4 parts depends on the layout: of 1 "
     )
 
 
@@ -228,7 +250,8 @@ def test_the_self_test_of_several_ranks_tests_more(monkeypatch: pytest.MonkeyPat
     assert one["failure"] == ""
     assert four["failure"] == "heads (4, 2, 8, 4)"
     batches = {9: 2 * 7, 6: 2 * 5}  # at both ends, of every size below the rows
-    assert four["checks"] - one["checks"] == (1 + 2 * 2) * batches[9] + 2 * batches[6]
+    # The sum of parts, qkv_proj and gate_up_proj at two widths, o_proj; the head at two widths.
+    assert four["checks"] - one["checks"] == (1 + 2 * 2 + 1) * batches[9] + 2 * batches[6]
     monkeypatch.setattr(testing, "rank_sum_failure", lambda layer, ranks: "a sum differs")
     assert testing.self_test(small_rank(), 2)["failure"] == "a sum differs"
 
