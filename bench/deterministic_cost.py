@@ -3,10 +3,13 @@ ours; and the trainer's step.
 
     python bench/deterministic_cost.py --output DIR                           1 GPU, Qwen3-1.7B
     python bench/deterministic_cost.py --output DIR --shape qwen3-0.6b
+    python bench/deterministic_cost.py --output DIR --parts rollout --tp 2    2 GPUs, each engine over both of them
+    python bench/deterministic_cost.py --output DIR --parts rollout --modes off --tiny --device cpu   vLLM as it comes, on a CPU
     python bench/deterministic_cost.py --output DIR --parts step --tiny --device cpu   that the script runs, without a GPU
 
 All engines are started together and measured one after the other, in three rounds, on the same GPU;
-then the GPU's kernels are timed. Prints tables and writes deterministic_cost_SHAPE.json. Ratios are
+then the GPU's kernels are timed. With --tp each engine splits its weights over several GPUs (not
+measured on GPUs yet). Prints tables and writes deterministic_cost_SHAPE.json. Ratios are
 mode on ÷ off: 1 costs nothing.
 """
 
@@ -66,7 +69,7 @@ class Cost(Sitting):
 
     def run(self) -> None:
         """The parts that were asked for."""
-        self.describe()
+        self.describe(tp=self.args.tp)
         try:
             if "rollout" in self.args.parts:
                 self._rollout()
@@ -81,7 +84,8 @@ class Cost(Sitting):
             mode: self.worker(
                 f"rollout {mode}",
                 "bench.gpu.rollout_worker",
-                ["--mode", mode, "--model", str(self.model)],
+                ["--mode", mode, "--model", str(self.model), "--tp", str(self.args.tp)],
+                gpus=",".join(map(str, range(self.args.tp))),
             )
             for mode in modes
         }
@@ -107,11 +111,13 @@ class Cost(Sitting):
             for name, load in LOADS.items():
                 for mode, engine in ready.items():
                     options = {**load, "vocab": vocab, "seed": 1000 * attempt}
+                    if self.args.tiny:
+                        options |= {"count": min(2, load["count"]), "new_tokens": 8}
                     if attempt == 0:
                         options["new_tokens"] = 4
                     ask = partial(engine.ask, "generate", timeout=ASK_SECONDS, **options)
                     self.results.measure("rollout", mode, name, f"round {attempt}", run=ask)
-        for name, tokens in PROFILED.items():
+        for name, tokens in PROFILED.items() if self.on_gpu else ():
             for mode, engine in ready.items():
                 load = {key: LOADS[name][key] for key in ("count", "prompt_tokens")}
                 ask = partial(
@@ -220,6 +226,7 @@ def kernels_text(found: dict[str, Any]) -> str:
 OPTIONS: Options = {
     "--name": {"help": "of the results file, without .json"},
     "--parts": {"nargs": "+", "choices": PARTS, "default": list(PARTS)},
+    "--tp": {"type": int, "default": 1, "help": "GPUs that each vLLM engine is split over"},
     "--modes": {"nargs": "+", "choices": MODES, "default": list(MODES), "help": "of vLLM"},
 }
 
@@ -227,7 +234,8 @@ OPTIONS: Options = {
 def main(arguments: list[str] | None = None) -> int:
     options = common_options("", "qwen3-1.7b") | OPTIONS
     args = shrink_if_tiny(command_line(__doc__, options).parse_args(arguments))
-    args.name = args.name or f"deterministic_cost_{args.shape}"
+    layout = f"_tp{args.tp}" * (args.tp > 1)
+    args.name = args.name or f"deterministic_cost_{args.shape}{layout}"
     return run_and_report(args, Cost, report)
 
 

@@ -20,13 +20,14 @@ MOST_KERNELS = 40
 class RolloutWorker:
     """An engine without a server around it."""
 
-    def __init__(self, mode: str, model: str) -> None:
+    def __init__(self, mode: str, model: str, tp: int = 1) -> None:
         """
         Args:
             mode: one of MODES.
             model: folder with config.json; the weights are random.
+            tp: GPUs that the engine splits its weights over.
         """
-        self.mode, self.model = mode, model
+        self.mode, self.model, self.tp = mode, model, tp
         self.llm: Any = None
 
     def load(self, max_model_len: int, max_num_seqs: int, cache_bytes: int) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class RolloutWorker:
         elif self.mode == "ours":
             from vllm_patching.batch_invariant.mode import prepare_server
 
-            args = argparse.Namespace(dtype="bfloat16")
+            args = argparse.Namespace(dtype="bfloat16", tensor_parallel_size=self.tp)
             prepare_server(args, shared=False)
             options = vars(args)
         from vllm import LLM
@@ -50,7 +51,7 @@ class RolloutWorker:
             **{
                 "model": self.model, "load_format": "dummy", "dtype": "auto", "skip_tokenizer_init": True,
                 "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": cache_bytes, "max_model_len": max_model_len,
-                "max_num_seqs": max_num_seqs, "enable_prefix_caching": False, **options,
+                "max_num_seqs": max_num_seqs, "enable_prefix_caching": False, "tensor_parallel_size": self.tp, **options,
             }
         )  # fmt: skip
         report: dict[str, Any] = {"seconds": round(time.monotonic() - started, 1)}
@@ -148,6 +149,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", required=True, choices=MODES)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--tp", type=int, default=1)
     parsed = parser.parse_args()
-    worker = RolloutWorker(parsed.mode, parsed.model)
+    worker = RolloutWorker(parsed.mode, parsed.model, parsed.tp)
     serve(answers, {"load": worker.load, "generate": worker.generate, "kernels": worker.kernels})

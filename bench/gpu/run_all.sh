@@ -32,7 +32,9 @@
 #       modes (whole trainings, those that the GPUs suffice for; all with four) ·
 #       ranks (two; one for the float16 servers: trainers that start their own ranks, and trainers beside a float16 server) · checks (one: tests/gpu/check_*.py) ·
 #       33-any-model (one: Qwen3-1.7B by the decoder of ours and through transformers) · 33-sampling, 33-updates (one: /generate at
-#       512 sequences, deterministic sampling, waits for updates) · 33-modes · 33-faults (one) · 33-parity (one) · 33-whole-run (two).
+#       512 sequences, deterministic sampling, waits for updates) · 33-modes · 33-faults (one) · 33-parity (one) · 33-whole-run (two) ·
+#       33-sampling-tp2 (two: vLLM without the mode, in its own and in ours, over two GPUs) ·
+#       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels).
 #       The kinds of 33 name the installed vLLM in the names of their results, so that the same kind under two versions gives two
 #       files. DRY=1 tries them with tiny shapes on the CPU ·
 #       cpu (a tiny model, to try the scripts) ·
@@ -201,6 +203,14 @@ case $kind in
     run 300 deterministic_cost bench/deterministic_cost.py --parts "${parts[@]}" --name "deterministic_cost$version" \
       ${tiny[@]+"${tiny[@]}"}
     ;;
+  33-sampling-tp2)
+    # vLLM's modes are the GPU's; a CPU tries the script with the ordinary one, on one rank.
+    layout=(--tp 2)
+    [[ -z ${DRY:-} ]] || layout=(--modes off)
+    run 420 deterministic_cost_tp2 bench/deterministic_cost.py --parts rollout "${layout[@]}" \
+      --name "deterministic_cost_tp2$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-lengths) run 560 exact_lengths bench/gpu/exact_lengths.py --name "exact_lengths$version" ${tiny[@]+"${tiny[@]}"} ;;
   33-updates)
     run 300 updates bench/weight_sync.py --parts single_copy --concurrency 64 512 --name "updates$version" ${tiny[@]+"${tiny[@]}"}
     ;;

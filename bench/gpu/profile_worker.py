@@ -1,0 +1,178 @@
+"""One case of bench/gpu/exact_lengths.py, in a process of its own: a pass of the trainer, timed, and
+the kernels that take its time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bench.gpu.live_bytes import Meter
+from bench.gpu.processes import answer_once
+from bench.gpu.speed_worker import DETERMINISTIC, Case, Timer, ours, rates
+from bench.gpu.synthetic import dtype_on, geometry_of, gradient_of, joined_group, random_bin
+from example_trainer.config import TrainerConfig
+from example_trainer.models.ops import invariant
+from example_trainer.models.packing import Packing
+from vllm_patching.protocol.checksum import weights_checksum
+
+Way = Literal["ordinary", "exact", "exact, FlashAttention's backward"]
+FLASH_BACKWARD: Way = "exact, FlashAttention's backward"
+MOST_KERNELS = 25
+
+
+@dataclass(frozen=True)
+class ProfiledCase:
+    """The measured case.
+
+    Attributes:
+        way: the trainer's fast operations; its exact ones; or the exact ones with PyTorch's
+            FlashAttention in its deterministic form for the backward pass of attention.
+        shape: a key of SHAPES.
+        length, tokens: of a sequence, and of the packed bin.
+        warm_up, repeats: passes before the timed ones, and the timed ones.
+        seconds: time limit of the process.
+    """
+
+    way: Way
+    shape: str = "qwen3-1.7b"
+    length: int = 512
+    tokens: int = 16384
+    warm_up: int = 2
+    repeats: int = 4
+    seconds: int = 150
+    device: str = "cuda"
+
+
+def flash_backward(
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packing: Packing,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's FlashAttention 2, without atomic additions, for ops' attention_backward."""
+    starts, longest = packing.cu_seqlens, packing.max_length
+    none = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        gradients = torch.ops.aten._flash_attention_backward(
+            upstream.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out, lse, starts, starts,
+            longest, longest, 0.0, True, none, none, scale=scale,
+        )  # fmt: skip
+    finally:
+        torch.use_deterministic_algorithms(was)
+    dq, dk, dv = gradients[:3]
+    return dq, dk, dv
+
+
+@contextmanager
+def attention_of(way: Way, device: torch.device) -> Iterator[None]:
+    """Have the exact operations take this way's backward pass of attention, for the block."""
+    if way != FLASH_BACKWARD:
+        yield
+        return
+    passes: Any = invariant.gradients_for(torch.empty(0, device=device))
+    own = passes.attention_backward
+    passes.attention_backward = flash_backward
+    try:
+        yield
+    finally:
+        passes.attention_backward = own
+
+
+def kernels_of(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """Profile a call: the longest kernels, [name, launches, seconds], and the seconds of all."""
+    activity, column = torch.profiler.ProfilerActivity.CPU, "self_cpu_time_total"
+    if device.type == "cuda":
+        activity, column = torch.profiler.ProfilerActivity.CUDA, "self_device_time_total"
+    with torch.profiler.profile(activities=[activity]) as profile:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    events = profile.key_averages()
+    rows = [[event.key[:120], event.count, getattr(event, column) / 1e6] for event in events]
+    rows = sorted((row for row in rows if row[2]), key=lambda row: -row[2])
+    busy = sum(seconds for *_, seconds in rows)
+    shown = [[name, count, round(seconds, 6)] for name, count, seconds in rows[:MOST_KERNELS]]
+    return {"busy_seconds": round(busy, 6), "kernels": shown}
+
+
+def checksum_of(model: Any) -> str:
+    """Take the sums of gradients, and return their checksum."""
+    return weights_checksum(sorted(model.arithmetic.sums.take().items()))
+
+
+def measure(case: ProfiledCase, device: torch.device) -> dict[str, Any]:
+    """The figures of a case: the pass, its kernels, and whether its bits repeat."""
+    exact = case.way != "ordinary"
+    if exact:  # before anything touches the GPU
+        from vllm_patching.batch_invariant.settings import enable_settings
+
+        enable_settings()
+    arithmetic: Any = "ours"
+    if exact:
+        arithmetic = DETERMINISTIC
+    speed = Case(arithmetic, case.shape, case.length, case.tokens, device=case.device)
+    geometry = geometry_of(case.shape, max(4096, case.length))
+    config = TrainerConfig(model_name=case.shape, seq_len=case.length)
+    model, optimizer = ours(speed, geometry, dtype_on(device), device, config)
+    bins = [random_bin(speed.work, geometry.vocab_size, device)]
+    gradient, timer = partial(gradient_of, model, optimizer, bins, config), Timer(device)
+    found: dict[str, Any] = {"arithmetic": model.arithmetic.ops.NAME}
+    with attention_of(case.way, device):
+        with Meter(device) as meter:
+            for _ in range(case.warm_up):
+                gradient()
+            meter.reset()
+            gradient()
+            peak = meter.peak
+        if exact:
+            found["repeats"] = repeats(gradient, model)
+        seconds = [timer(gradient) for _ in range(case.repeats)]
+        found["pass"] = rates(geometry, bins[0], speed.work, min(seconds), 1, 1)
+        found["pass"] |= {
+            "median_seconds": round(statistics.median(seconds), 5),
+            "peak_bytes": peak,
+        }
+        found |= kernels_of(gradient, device)
+    return found
+
+
+def repeats(gradient: Callable[[], object], model: Any) -> bool:
+    """Return whether two passes over one bin give gradients with the same bits."""
+    checksum_of(model)  # of the passes before
+    checksums = []
+    for _ in range(2):
+        gradient()
+        checksums.append(checksum_of(model))
+    return checksums[0] == checksums[1]
+
+
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a case; `skipped` or `out_of_memory` with the reason if there are none."""
+    case = ProfiledCase(**asked)
+    if case.way == FLASH_BACKWARD and case.device != "cuda":
+        return {"case": asked, "skipped": "PyTorch has FlashAttention on GPUs alone"}
+    torch.manual_seed(0)
+    with joined_group(1, torch.device(case.device)) as device:
+        try:
+            found = measure(case, device)
+        except torch.OutOfMemoryError as error:
+            found = {"out_of_memory": str(error).splitlines()[0]}
+    return {"case": asdict(case), **found}
+
+
+if __name__ == "__main__":
+    answer_once(main)

@@ -1,0 +1,125 @@
+"""The cost of exactness: the trainer's passes by length, and vLLM's engines in each mode."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu import exact_lengths, rollout_worker
+from bench.gpu.profile_worker import FLASH_BACKWARD, ProfiledCase, attention_of, flash_backward
+from example_trainer.models.ops import torch_gradients
+from example_trainer.models.packing import Packing
+
+pytestmark = pytest.mark.nightly
+
+
+@pytest.mark.usefixtures("forked_children")
+def test_exact_passes_repeat_and_have_their_kernels_in_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"512, {way}" for way in exact_lengths.WAYS]
+    words = ["--output", str(tmp_path), "--tiny", "--device", "cpu", "--only", *names]
+    assert exact_lengths.main(words) == 0
+    written = json.loads((tmp_path / "exact_lengths.json").read_text())
+    ordinary, exact, flash = (written["cases"][name] for name in names)
+    assert (ordinary["arithmetic"], exact["arithmetic"]) == ("reference", "invariant")
+    assert exact["repeats"] is True
+    assert "repeats" not in ordinary
+    assert flash["skipped"] == "PyTorch has FlashAttention on GPUs alone"
+    for case in (ordinary, exact):
+        longest = [seconds for *_, seconds in case["kernels"]]
+        assert longest == sorted(longest, reverse=True)
+        assert 0 < sum(longest) <= case["busy_seconds"] * 1.001
+    assert written["ratios"]["512"].keys() == {"exact"}
+    printed = capsys.readouterr().out
+    assert f"x {exact['kernels'][0][0]}" in printed
+    assert f"{names[2]}: skipped: {flash['skipped']}" in printed
+
+
+def test_every_length_has_every_way() -> None:
+    cases = exact_lengths.CASES
+    assert len(cases) == len(exact_lengths.LENGTHS) * len(exact_lengths.WAYS) == 9
+    assert {case.length for case in cases.values()} == {512, 4096, 32768}
+    assert all(case.tokens % case.length == 0 for case in cases.values())
+
+
+def test_flash_attentions_backward_gets_the_arguments_of_pytorchs_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schema = torch.ops.aten._flash_attention_backward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    given: dict[str, Any] = {}
+
+    def backward(*arguments: Any, **named: Any) -> tuple[Any, ...]:
+        assert torch.are_deterministic_algorithms_enabled()
+        given.update(dict(zip(names, arguments, strict=False)) | named)
+        return 1, 2, 3
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    q, packing = torch.ones(5, 4, 8), Packing([2, 3])
+    lse = torch.zeros(4, 5)
+    made = flash_backward(q + 1, q, q[:, :2], q[:, 2:], q + 2, lse, packing, 0.25)
+    assert made == (1, 2, 3)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.equal(given["grad_out"], q + 1)
+    assert (given["max_q"], given["max_k"], given["is_causal"], given["scale"]) == (
+        3,
+        3,
+        True,
+        0.25,
+    )
+    assert given["cum_seq_q"].tolist() == given["cum_seq_k"].tolist() == [0, 2, 5]
+    assert given["logsumexp"] is lse
+    required = {argument.name for argument in schema.arguments if not argument.has_default_value()}
+    assert required <= given.keys()
+
+
+def test_only_the_third_way_replaces_the_backward_pass_of_attention() -> None:
+    own = torch_gradients.attention_backward
+    for way in exact_lengths.WAYS:
+        with attention_of(way, torch.device("cpu")):
+            replaced = torch_gradients.attention_backward is flash_backward
+            assert replaced == (way == FLASH_BACKWARD)
+        assert torch_gradients.attention_backward is own
+
+
+def test_a_tiny_case_keeps_its_way() -> None:
+    case = exact_lengths.tiny(ProfiledCase("exact", length=32768, tokens=32768), "cpu")
+    assert (case.way, case.shape, case.device) == ("exact", "tiny", "cpu")
+    assert case.tokens >= 2 * case.length
+
+
+@pytest.mark.parametrize("mode", rollout_worker.MODES)
+def test_each_mode_of_vllm_is_started_over_the_gpus_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    given: dict[str, Any] = {}
+
+    class Engine:
+        def __init__(self, **options: Any) -> None:
+            given.update(options)
+
+        def collective_rpc(self, name: str) -> list[str]:
+            return [name]
+
+    vllm = ModuleType("vllm")
+    vllm.LLM = Engine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "0")
+
+    def prepare(args: Any, shared: bool) -> None:
+        args.tensor_parallel_size, args.block_size = args.tensor_parallel_size, 16
+
+    monkeypatch.setattr("vllm_patching.batch_invariant.mode.prepare_server", prepare)
+    worker = rollout_worker.RolloutWorker(mode, "folder", tp=2)
+    report = worker.load(max_model_len=64, max_num_seqs=4, cache_bytes=1 << 20)
+    assert given["tensor_parallel_size"] == 2
+    assert ("block_size" in given) == (mode == "ours")
+    assert ("self_test" in report) == (mode == "ours")
