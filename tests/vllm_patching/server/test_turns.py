@@ -95,6 +95,7 @@ def samples(world: World) -> bool:
         "",
         "running",
     )
+    well = well and not world.server.holds_engine
     return well and len(world.engine.output_processor.tokens) > before
 
 
