@@ -85,7 +85,7 @@ LONG_FUNCTIONS = {
     "atroposlib": 0,
     "example_trainer": 0,
     "vllm_patching": 0,
-    "tests": 31,
+    "tests": 28,
 }
 COMPLEX_FUNCTIONS = {
     "atroposlib": 2,

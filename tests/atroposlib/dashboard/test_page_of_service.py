@@ -355,6 +355,13 @@ def test_an_open_page_is_told_what_is_new(keyless: Service, run_folder: Path) ->
         assert (faults[0]["part"], faults[0]["severity"]) == (f"server {server.url}", "error")
         assert faults[0]["remedy"]
 
+    expect_figures(keyless)
+    (run,) = keyless.get("/ui/api/runs")["runs"]
+    assert (run["id"], run["model"], run["state"], run["steps"]) == ("live", "m", "running", 2)
+
+
+def expect_figures(keyless: Service) -> None:
+    """Expect the figures of the two steps and of the server's update."""
     series = keyless.get("/ui/api/series", names="reward_mean,kl,unknown")
     assert series["exact"] is True
     assert series["step"] == [1, 2]
@@ -375,8 +382,6 @@ def test_an_open_page_is_told_what_is_new(keyless: Service, run_folder: Path) ->
     assert version["seconds"] == {"paused": 0.01, "halted": 0.25}
     assert [one["checksum"] for one in weights["updates"]] == ["c1", "c2"]
     assert keyless.get("/ui/api/evaluations")["evaluations"][0]["metrics"] == {"a": 0.5}
-    (run,) = keyless.get("/ui/api/runs")["runs"]
-    assert (run["id"], run["model"], run["state"], run["steps"]) == ("live", "m", "running", 2)
 
 
 def test_a_post_is_seen_on_the_stack(keyless: Service) -> None:

@@ -4,7 +4,8 @@ failure leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -38,6 +39,26 @@ def made(**options: Any) -> tuple[Decoder, MasterAdamW]:
     return model, optimizer
 
 
+def torch_adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
+    """torch's optimizer with the options of `made`."""
+    by_kind: list[list[torch.nn.Parameter]] = [[], []]
+    for parameter in parameters:
+        by_kind[parameter.dim() >= 2].append(parameter)
+    groups = [{"params": by_kind[1], "weight_decay": 0.1}, {"params": by_kind[0]}]
+    return torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+
+
+def logprobs_in(
+    model: Decoder, groups: Sequence[dict[str, Any]], group: int, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of the trained tokens of a sequence: the policy's, the sampler's."""
+    tokens = torch.tensor(groups[group]["tokens"][number])
+    trained = [t for t, token in enumerate(groups[group]["masks"][number]) if token != -100]
+    table = model.logits(tokens[None])[0].log_softmax(-1)
+    sampled = torch.tensor(groups[group]["inference_logprobs"][number])[trained]
+    return torch.stack([table[t - 1, tokens[t]] for t in trained]), sampled
+
+
 def test_two_epochs_of_two_minibatches_are_ppo_written_down() -> None:
     """Decoupled PPO with truncated weights: the ratio is to the weights that the batch began with,
     c theirs to the sampler.
@@ -55,24 +76,9 @@ def test_two_epochs_of_two_minibatches_are_ppo_written_down() -> None:
     )
 
     plain = make_model()
-    named = {name: parameter for name, parameter in plain.named_parameters()}
-    decayed = [p for p in named.values() if p.dim() >= 2]
-    rest = [p for p in named.values() if p.dim() < 2]
-    theirs = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-        lr=0.02,
-        betas=(0.9, 0.95),
-        eps=1e-3,
-    )
-
-    def logprobs_of(group: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs of the trained tokens: the policy's, the sampler's."""
-        tokens = torch.tensor(groups[group]["tokens"][number])
-        trained = [t for t, token in enumerate(groups[group]["masks"][number]) if token != -100]
-        table = plain.logits(tokens[None])[0].log_softmax(-1)
-        sampled = torch.tensor(groups[group]["inference_logprobs"][number])[trained]
-        return torch.stack([table[t - 1, tokens[t]] for t in trained]), sampled
-
+    named = dict(plain.named_parameters())
+    theirs = torch_adamw(named.values())
+    logprobs_of = partial(logprobs_in, plain, groups)
     with torch.no_grad():
         proximal = {order: logprobs_of(*order)[0] for part in members for order in part}
     losses, norms, clipped, tokens_seen = [], [], 0, 0
@@ -102,12 +108,8 @@ def test_two_epochs_of_two_minibatches_are_ppo_written_down() -> None:
     drift = torch.cat(
         [(proximal[order] - logprobs_of(*order)[1]).exp() for part in members for order in part]
     )
-    assert (optimizer.steps, optimizer.updates, row["updates"], row["updates_skipped"]) == (
-        1,
-        4,
-        4,
-        0,
-    )
+    counts = (optimizer.steps, optimizer.updates, row["updates"], row["updates_skipped"])
+    assert counts == (1, 4, 4, 0)
     assert row["loss"] == pytest.approx(sum(losses) / 4, rel=1e-3, abs=1e-6)
     assert row["grad_norm"] == pytest.approx(max(norms), rel=1e-3)
     assert row["clip_fraction"] == pytest.approx(clipped / tokens_seen)

@@ -74,6 +74,29 @@ FAULTS = [
 ]  # fmt: skip
 
 
+def strike(trainer: Trainer, faulty: LightServer, at: str, do: str) -> threading.Thread | None:
+    """Make a server fail. Return the thread that starts it again, if it restarts in the update."""
+    if at == "cohort":  # it is formed again
+        trainer.bridge._updates._keeper.members[faulty.url].joined = False
+        for line in trainer.bridge._lines.values():
+            line.leave()
+    if (at, do) == ("", "restart"):
+        faulty.kill()
+        faulty.start()
+    elif do == "restart":
+        faulty.fault(at, "kill")
+        again = threading.Thread(
+            target=lambda: (until(lambda: faulty.get("/weights") is None), faulty.start())
+        )
+        again.start()
+        return again
+    elif at:
+        faulty.fault(at, do)
+    else:
+        faulty.signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[do])
+    return None
+
+
 @pytest.mark.parametrize(
     ("at", "do", "which"),
     # The first hands its data on to others, where weights travel that way; a server that then waits
@@ -100,25 +123,7 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
         servers[which],
         [server for place, server in enumerate(servers) if place != which],
     )
-    if at == "cohort":
-        trainer.bridge._updates._keeper.members[
-            faulty.url
-        ].joined = False  # so that the cohort is formed again
-        for line in trainer.bridge._lines.values():
-            line.leave()
-    again = threading.Thread(
-        target=lambda: (until(lambda: faulty.get("/weights") is None), faulty.start())
-    )
-    if (at, do) == ("", "restart"):
-        faulty.kill()
-        faulty.start()
-    elif do == "restart":
-        faulty.fault(at, "kill")
-        again.start()
-    elif at:
-        faulty.fault(at, do)
-    else:
-        faulty.signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[do])
+    again = strike(trainer, faulty, at, do)
     seconds = trainer.step()
     assert seconds < TIMEOUT, "nobody waited for as long as a server may take"
     assert all(server.serves(trainer.version) for server in others)
@@ -130,8 +135,8 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
     assert re.search(
         rf"\[Fleet\] {faulty.url} {standing}: .*; training goes on with 2 of 3 servers", caplog.text
     )
-    if do == "restart":
-        again.join(SOON) if at else None
+    if again is not None:
+        again.join(SOON)
     elif do == "kill":
         faulty.kill()
         faulty.start()
