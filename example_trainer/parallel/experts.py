@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from example_trainer.errors import ConfigError, ModelError
+from example_trainer.errors import ConfigError
 from example_trainer.models.decoder import Arithmetic, Decoder, Experts, Mixture
 from example_trainer.models.packing import Packing
-from example_trainer.models.shards import Total
+from example_trainer.models.shards import Split, Total
 from vllm_patching.batch_invariant import ops as kernels
 from vllm_patching.weights.families import Geometry
 
@@ -98,8 +98,8 @@ class Exchange:
     size: int
     experts: int
 
-    def row_counts(self, owners: Tensor) -> tuple[list[int], list[int]]:
-        """The rows that go to each rank, and that come from each. Waits for the device. Collective.
+    def way(self, owners: Tensor) -> Way:
+        """The way of rows to their ranks. Waits for the device. Collective.
 
         Args:
             owners: [rows] int64, the rank that each row goes to.
@@ -108,29 +108,57 @@ class Exchange:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         numbers: list[list[int]] = torch.stack((sent, received)).tolist()
-        return numbers[0], numbers[1]
+        return Way(numbers[0], numbers[1], self.group)
+
+
+@dataclass(frozen=True)
+class Way:
+    """The rows that go to each rank of a group, and that come from each.
+
+    Attributes:
+        sent, received: numbers of rows, by rank.
+    """
+
+    sent: list[int]
+    received: list[int]
+    group: dist.ProcessGroup
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Return the rows that arrive. Collective."""
+        arrived = rows.new_empty(sum(self.received), *rows.shape[1:])
+        dist.all_to_all_single(
+            arrived, rows.contiguous(), self.received, self.sent, group=self.group
+        )
+        return arrived
+
+    def back(self) -> Way:
+        """Return the way of the answers."""
+        return Way(self.received, self.sent, self.group)
+
+
+class Apart(Split):
+    """One rank that keeps the parts of its experts' outputs apart, which `kept` then holds."""
+
+    kept: Tensor | None = None
+
+    def gather_parts(self, parts: Tensor) -> Tensor:
+        """Return the parts as they are; see Split.gather_parts."""
+        self.kept = parts
+        return parts
 
 
 class _Sent(torch.autograd.Function):
     """Rows that other ranks sent; their gradients go back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.way_back = received, sent, group
-        return _send(rows, sent, received, group)
+    def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        return way.send(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _send(gradient, *ctx.way_back), None, None, None
-
-
-def _send(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.way.back().send(gradient), None
 
 
 class _Rows(torch.autograd.Function):
@@ -154,25 +182,39 @@ class _Rows(torch.autograd.Function):
         return kernels.weighted_sum(gradient, places, ones), None, None, None
 
 
-class _WeightedSum(torch.autograd.Function):
-    """Σ over the choices of weight · output, by the kernel of one rank."""
+class _Combined(torch.autograd.Function):
+    """The weighted sum of outputs that go back to the ranks of their tokens, by the kernels of one
+    rank.
+
+    With several parts, each part of an output is rounded and summed over a token's choices by
+    itself, and then the parts are added. All parts have the gradient of their sum.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, outputs: Tensor, parts: Tensor, places: Tensor, weights: Tensor, way: Way
+    ) -> Tensor:
+        back = way.back()
+        rows = torch.stack([back.send(part) for part in parts])
         ctx.save_for_backward(rows, places, weights)
-        return kernels.weighted_sum(rows, places, weights)
+        ctx.way = way
+        sums = [kernels.weighted_sum(part, places, weights) for part in rows]
+        if len(sums) == 1:
+            return sums[0]
+        return kernels.add_parts(torch.stack(sums))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
         rows, places, weights = ctx.saved_tensors
         wide, places = gradient.to(weights.dtype), places.view_as(weights)
-        slope, d_weights = torch.empty_like(rows), torch.empty_like(weights)
+        slope, d_weights = torch.empty_like(rows[0]), torch.zeros_like(weights)
         # Choice after choice: all at once would take float32 copies of every row.
         for slot, (own, weight) in enumerate(zip(places.unbind(1), weights.unbind(1), strict=True)):
             slope[own] = (wide * weight[:, None]).to(rows.dtype)
-            d_weights[:, slot] = (wide * rows[own]).sum(-1)
-        return slope, None, d_weights
+            for part in rows:
+                d_weights[:, slot] += (wide * part[own]).sum(-1)
+        return ctx.way.send(slope), None, None, d_weights, None
 
 
 class _NoRows(torch.autograd.Function):
@@ -215,11 +257,6 @@ class SpreadExperts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, packing: Packing) -> Tensor:
         """Return the weighted sum of the chosen experts; see `Operations.experts`. Collective."""
-        if self.arithmetic.plan.parts > 1:
-            raise ModelError(
-                f"the server splits each expert over {self.arithmetic.plan.parts} ranks, whose sum "
-                "--expert-parallel does not follow; leave it out"
-            )
         exchange, count = self._exchange, chosen.shape[1]
         flat = chosen.reshape(-1)
         owners = flat // exchange.experts
@@ -227,18 +264,17 @@ class SpreadExperts(nn.Module):
         order = owners.sort(stable=True).indices
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        sent, received = exchange.row_counts(owners)
+        way = exchange.way(owners)
         tags = _spans(packing)[order // count] * exchange.experts + flat[order] % exchange.experts
-        tags = _send(tags, sent, received, exchange.group)
         rows: Tensor = _Rows.apply(x, order, places, count)
-        rows = _Sent.apply(rows, sent, received, exchange.group)
-        outputs = self._computed(rows, tags, received)
-        outputs = _Sent.apply(outputs, received, sent, exchange.group)
-        summed: Tensor = _WeightedSum.apply(outputs, places, weights)
+        rows = _Sent.apply(rows, way)
+        outputs, parts = self._computed(rows, way.send(tags), way.received)
+        summed: Tensor = _Combined.apply(outputs, parts, places, weights, way)
         return summed
 
-    def _computed(self, rows: Tensor, tags: Tensor, received: list[int]) -> Tensor:
-        """The outputs of this rank's experts for rows, unweighted.
+    def _computed(self, rows: Tensor, tags: Tensor, received: list[int]) -> tuple[Tensor, Tensor]:
+        """The outputs of this rank's experts for rows, unweighted: what has their gradient, and
+        [parts, rows, width] without one.
 
         Args:
             tags: span · experts + expert of each row.
@@ -248,7 +284,7 @@ class SpreadExperts(nn.Module):
         totals = total(self.w13_weight), total(self.w2_weight)
         if not len(rows):
             nothing: Tensor = _NoRows.apply(rows, self.w13_weight, self.w2_weight, totals)
-            return nothing
+            return nothing, nothing.detach().expand(self.arithmetic.plan.parts, *rows.shape)
         numbers = torch.tensor(received, device=tags.device)
         senders = torch.arange(len(received), device=tags.device).repeat_interleave(numbers)
         spans = torch.stack((senders, tags // self._exchange.experts))
@@ -256,7 +292,8 @@ class SpreadExperts(nn.Module):
         # A weight of 1 leaves an output as it is.
         ones = torch.ones((len(rows), 1), dtype=torch.float32, device=rows.device)
         experts = (tags % self._exchange.experts)[:, None]
-        return self.arithmetic.ops.experts(
+        apart, parts = Apart(), self.arithmetic.plan.parts
+        outputs = self.arithmetic.ops.experts(
             rows,
             ones,
             experts,
@@ -264,7 +301,12 @@ class SpreadExperts(nn.Module):
             self.w2_weight,
             Packing(lengths.tolist(), rows.device),
             totals,
+            apart,
+            parts,
         )
+        if apart.kept is None:
+            return outputs, outputs.detach()[None]
+        return outputs, apart.kept
 
 
 def _spans(packing: Packing) -> Tensor:

@@ -24,6 +24,7 @@ from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.training.memory_plan import MemoryRequest, Table, exchanged_bytes
 from example_trainer.training.optimizer import MasterAdamW
 from tests.geometries import geometry_of
+from vllm_patching.batch_invariant.plan import SumPlan
 
 CPU = torch.device("cpu")
 EXPERTS, CHOSEN = 8, 3
@@ -55,11 +56,18 @@ def choices(ranks: int, kind: str) -> list[Tensor]:
     return chosen
 
 
-def check_layer(ranks: Ranks, kind: str, dtype: torch.dtype, deterministic: bool) -> None:
-    """A layer's outputs have the bits of one rank; gradients are equal up to rounding."""
+def check_layer(
+    ranks: Ranks, kind: str, dtype: torch.dtype, deterministic: bool, parts: int = 1
+) -> None:
+    """A layer's outputs have the bits of one rank; gradients are equal up to rounding.
+
+    Args:
+        parts: of the sums that a server of several tensor-parallel ranks takes.
+    """
     rank, size = ranks.rank, ranks.world_size
     model = Decoder(GEOMETRY, dtype)
     model.arithmetic.ops = choose_operations(CPU, dtype, deterministic)
+    model.arithmetic.plan = SumPlan(parts)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         parameter.data.copy_(0.3 * drawn(generator, *parameter.shape))
@@ -194,7 +202,8 @@ def main(ranks: Ranks, folder: Path) -> None:
     for kind in ("drawn", "one rank's"):
         check_layer(ranks, kind, torch.float32, deterministic=False)
         check_layer(ranks, kind, torch.bfloat16, deterministic=False)
-        check_layer(ranks, kind, torch.bfloat16, deterministic=True)
+        for parts in (1, 2):
+            check_layer(ranks, kind, torch.bfloat16, True, parts)
     for table in ("reference", "invariant"):
         check_kept(ranks, torch.bfloat16, table)
     for count in (2, 4):
