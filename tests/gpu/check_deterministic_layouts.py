@@ -3,10 +3,11 @@
     python tests/gpu/check_deterministic_layouts.py [--ranks N] [--device cpu] [--json FILE]
 
 A model of four layers of Qwen3-0.6B's sizes learns for three steps from sequences that one rank of
-the same model gives logprobs to. Each layout (FSDP2, and tensor parallel) must compute the bits of
-one rank, must end in equal weights twice, and must stop all ranks with one error for one wrong bit.
-Takes about three minutes. Needs PyTorch, vLLM's kernels and a GPU for each rank; not pytest. With
---device cpu it takes a smaller model and Gloo.
+the same model gives logprobs to. With experts on several ranks, it is two layers of a mixture. Each
+layout (FSDP2, tensor parallel, and experts) must compute the bits of one rank, must end in equal
+weights twice, and must stop all ranks with one error for one wrong bit. Takes about five minutes.
+Needs PyTorch, vLLM's kernels and a GPU for each rank; not pytest. With --device cpu it takes a
+smaller model and Gloo.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Row:
     """The outcome of one layout.
 
     Attributes:
-        layout: FSDP2 or tensor parallel, with the parts of the server's sums.
+        layout: FSDP2, tensor parallel, or experts of which two ranks share a layer's; with the
+            parts of the server's sums.
         ranks: of the trainer.
         repeated: hash of the weights after each step, if two runs and all ranks agree.
         error: of a wrong bit, if all ranks raise the same.
@@ -75,9 +77,17 @@ def run(folder: Path, ranks: int, device: str, *arguments: object) -> list[dict[
     return written(folder, ranks)
 
 
+def model_of(layout: str, device: str) -> str:
+    """Return the model that a layout is checked with."""
+    on_gpu = device == "cuda"
+    if layout.startswith("experts"):
+        return {True: "two layers of a mixture", False: "mixture"}[on_gpu]
+    return {True: "four layers of 0.6B", False: "untied"}[on_gpu]
+
+
 def check(layout: str, ranks: int, device: str, folder: Path) -> Row:
     """Train twice, and once with a wrong bit."""
-    write_model(folder, "four layers of 0.6B" if device == "cuda" else "untied")
+    write_model(folder, model_of(layout, device))
     row = Row(layout, ranks, [], "")
     try:
         results = [run(folder, ranks, device, layout, STEPS) for _ in range(2)]
@@ -100,7 +110,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"needs {ranks} GPUs, and sees {torch.cuda.device_count()}: give --ranks")
         return 2
     rows = []
-    for layout in dict.fromkeys(("fsdp1", f"fsdp{ranks}", f"tensor_parallel{ranks}")):
+    layouts = ["fsdp1", f"fsdp{ranks}", f"tensor_parallel{ranks}"]
+    if ranks % 2 == 0:
+        layouts += ["experts1", f"experts{ranks}"]
+    for layout in dict.fromkeys(layouts):
         with tempfile.TemporaryDirectory() as folder:
             row = check(layout, ranks, device, Path(folder))
         rows.append(row)

@@ -23,6 +23,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "four layers of 0.6B": config_of(
         "Qwen3", 4, 1024, 3072, 16, 8, 128, 32000, tie_word_embeddings=True
     ),
+    "two layers of a mixture": config_of(
+        "Qwen3Moe",
+        2,
+        1024,
+        3072,
+        16,
+        8,
+        128,
+        32000,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=512,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    ),
 }
 
 
