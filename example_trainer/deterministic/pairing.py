@@ -88,14 +88,7 @@ def agreed_plan(
         tensor_ranks = 1
         if config.single_copy:
             tensor_ranks = ranks.world_size
-        plan = followed_plan(info, url, geometry, tensor_ranks)
-        if plan.parts > 1 and config.expert_parallel > 1:
-            raise PairingError(
-                f"the vLLM server at {url} sums {plan.parts} parts of every expert, which "
-                f"--expert-parallel {config.expert_parallel} does not follow: leave it out, or "
-                "start vLLM with --tensor-parallel-size 1"
-            )
-        return plan.parts
+        return followed_plan(info, url, geometry, tensor_ranks).parts
 
     limit = config.service_timeout + config.bridge_timeout + ranks.timeout
     return SumPlan(ranks.on_main("asking the servers for their sum plan", ask, limit))
