@@ -10,19 +10,20 @@ import torch
 
 from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant.bits import random_rows
+from vllm_patching.batch_invariant.layouts_test import wider
 
 
-def expert_operations(
-    mixture: Any, rows: int
-) -> Iterator[tuple[str, int, Callable[[slice], torch.Tensor]]]:
+def expert_operations(mixture: Any, rows: int, ranks: int = 1) -> Iterator[tuple[Any, ...]]:
     """Yield (name, rows, operation) for the router and the experts.
 
-    The experts compute tokens that are spread evenly, unevenly, and all on the same ones. Equal
+    With several ranks it also yields a trainer's wider experts, and the sum of its parts. Each part
+    has this rank's weights. The experts compute tokens that are spread evenly, unevenly, and all on the same ones. Equal
     logits go to the experts with the lowest numbers.
 
     Args:
         mixture: vLLM's module of the layer.
         rows: of the largest batch.
+        ranks: tensor-parallel ranks of the server.
     """
     gate, router = mixture.gate.weight.data, mixture.experts.router
     held = mixture.experts.routed_experts
@@ -41,6 +42,17 @@ def expert_operations(
             f"experts {list(w13.shape)}, {name}",
             rows,
             partial(_experts_rows, x, weights, chosen, w13, w2),
+        )
+    weights, chosen = route(routings(rows, gate.shape[0], gate)["unevenly"])
+    for factor in wider(ranks):
+        own = ops.experts(x, weights, chosen, w13, w2)
+        gate_rows, up_rows = (half.repeat(1, factor, 1) for half in w13.chunk(2, dim=1))
+        wide = torch.cat((gate_rows, up_rows), dim=1), w2.repeat(1, 1, factor)
+        yield (
+            f"experts {list(w13.shape)} within {factor} times the width",
+            rows,
+            partial(_experts_rows, x, weights, chosen, *wide, parts=factor),
+            ops.add_parts(torch.stack([own] * factor)),
         )
 
 
@@ -72,8 +84,9 @@ def _experts_rows(
     w13: torch.Tensor,
     w2: torch.Tensor,
     rows: slice,
+    parts: int = 1,
 ) -> torch.Tensor:
-    return ops.experts(x[rows], weights[rows], chosen[rows], w13, w2)
+    return ops.experts(x[rows], weights[rows], chosen[rows], w13, w2, parts)
 
 
 def ties_failure(mixture: Any) -> str:

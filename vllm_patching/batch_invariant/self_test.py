@@ -101,7 +101,7 @@ def self_test(model: Any, ranks: int = 1) -> dict[str, Any]:
         if ranks > 1:
             # First, because all ranks take part in it: a rank that fails later leaves none waiting.
             failure = ran("the sum over ranks", partial(rank_sum_failure, layer, ranks))
-        experts = [] if mixture is None else expert_operations(mixture, ROWS)
+        experts = [] if mixture is None else expert_operations(mixture, ROWS, ranks)
         everything = chain(_all_operations(model, layer, ranks), experts)
         for name, total, operation, *expected in everything:
             if failure:
@@ -231,9 +231,10 @@ def _all_operations(model: Any, layer: Any, ranks: int) -> Iterator[tuple[Any, .
     yield f"add_parts {[ranks, len(hidden)]}", ROWS, lambda s: ops.add_parts(parts[:, s])
     weights = {
         "qkv_proj": layer.self_attn.qkv_proj.weight.data,
-        "gate_up_proj": layer.mlp.gate_up_proj.weight.data,
         "lm_head": _head_weight(model),
     }
+    if hasattr(layer.mlp, "gate_up_proj"):
+        weights["gate_up_proj"] = layer.mlp.gate_up_proj.weight.data
     rows = {"lm_head": HEAD_ROWS}
     given = {
         name: (weight, random_rows(rows.get(name, ROWS), weight.shape[1], like=weight, seed=30))

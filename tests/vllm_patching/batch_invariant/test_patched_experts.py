@@ -63,8 +63,12 @@ with torch.no_grad():
     assert set(pairs) == {"gate", "router's weights", "router's choice", "experts"}
     assert self_test._pairs_failure(pairs) == ""
     assert ties_failure(layer) == ""
-    for name, total, operation in expert_operations(layer, 40):
-        assert self_test.first_difference(name, operation, total) == "", name
+    named = [name for name, *_ in expert_operations(layer, 40, 4)]
+    assert [name.endswith(("2 times the width", "4 times the width")) for name in named].count(1) == 2
+    for name, total, operation, *expected in expert_operations(layer, 40, 4):
+        assert self_test.first_difference(name, operation, total, *expected) == "", name
+        if expected:
+            assert self_test.first_difference(name, operation, total, expected[0] + 1), name
 
     held.quant_method.apply = lambda *_, **__: ours[:1].expand(300, -1) + 1
     assert "vLLM's layer experts does not run" in self_test._experts_failure(layer)
