@@ -14,10 +14,12 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from atroposlib.wire import TrainerSession
 from example_trainer.batch.groups import Batch
@@ -25,6 +27,9 @@ from example_trainer.batch.packing import PackedBin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import ParityCheck, ParityError, weights_sha
 from example_trainer.models import Decoder, load_model
+from example_trainer.models.shards import add_in_order
+from example_trainer.parallel import fsdp
+from example_trainer.parallel.fsdp import OrderedReduceScatter
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.process import StopSignal
 from example_trainer.training.checkpoints import Checkpoints, load_state
@@ -120,16 +125,36 @@ class Spread:
         return str(figures["weights_sha"])
 
 
+def check_order(ranks: Ranks) -> None:
+    """Sums over three ranks are taken in the order of the ranks: in another order it is 1."""
+    one = [1e8, 1.0, -1e8][ranks.rank]
+    assert add_in_order(torch.full((2,), one), dist.group.WORLD).tolist() == [0.0, 0.0]
+    out, group = torch.empty(2), dist.group.WORLD
+    assert group is not None
+    OrderedReduceScatter()(out, torch.full((6,), one), group, dist.ReduceOp.SUM)
+    assert out.tolist() == [0.0, 0.0]
+
+
 def check_gradients(ranks: Ranks, kind: str, folder: Path) -> None:
     """The gradient in float32 is that of one process, also of the entropy, and logprobs have its
     bits.
     """
+    if ranks.world_size == 3:
+        check_order(ranks)
     spread = Spread(ranks, kind, folder, torch.float32, entropy_coef=0.3)
     bins = spread.bins(spread.batch())
     data_ranks = 1 if spread.model.split.size > 1 else ranks.world_size
     whole = [one for mine in bins[:data_ranks] for one in mine]
     alone = make_optimizer(spread.options, spread.sampler)
     options, objective = spread.options, make_objective(spread.options)
+    reduced: list[int] = []
+    sum_of_parts = fsdp.sum_in_order
+
+    def counted(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        reduced.append(len(parts))
+        return sum_of_parts(parts)
+
+    fsdp.sum_in_order = counted
     for model, optimizer, mine, parity in (
         (spread.model, spread.optimizer, bins[ranks.rank], spread.parity),
         (spread.sampler, alone, whole, None),
@@ -137,6 +162,7 @@ def check_gradients(ranks: Ranks, kind: str, folder: Path) -> None:
         BatchGradients(
             model, optimizer, [mine], options, objective, StopSignal(), parity=parity
         ).accumulate(0)
+    assert bool(reduced) == (not kind.startswith("tensor")), "FSDP2 adds in an order of its own"
     expected, found = alone.gradients(), spread.optimizer.gradients()
     assert found.keys() == expected.keys()
     spread.model.shards.complete(found)
