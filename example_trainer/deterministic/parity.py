@@ -20,6 +20,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.models.shards import Shards
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.base import OneServerRefused
+from vllm_patching.batch_invariant.plan import ENTRY as PLAN
 from vllm_patching.batch_invariant.provenance import provenance_difference
 from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of, weights_checksum
 
@@ -398,7 +399,13 @@ def require_same_kernels(ours: Provenance, theirs: Provenance | None, server: st
         )
     difference = provenance_difference(ours, theirs)
     if difference:
+        remedy = "run both on the same kind of GPU with the same versions"
+        if difference.startswith(f"{PLAN}: "):
+            remedy = (
+                "start all vLLM servers of a run with the same --tensor-parallel-size, and with 1 "
+                "behind a parameter server"
+            )
         raise PairingError(
-            f"the vLLM server at {server} does not run this trainer's kernels, so their bits would differ: {difference}; "
-            "run both on the same kind of GPU with the same versions"
+            f"the vLLM server at {server} does not run this trainer's kernels, so their bits would "
+            f"differ: {difference}; {remedy}"
         )

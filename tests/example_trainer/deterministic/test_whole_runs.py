@@ -167,13 +167,13 @@ def test_a_trainer_that_is_killed_in_a_step_ends_with_the_same_weights(
 def test_two_servers_give_the_weights_of_one_and_a_third_with_another_plan_is_left_out(
     new_run: Callable[..., Run], whole: dict[str, str]
 ) -> None:
-    run = new_run("fleet", None, None, {"plan": "parts 2"})
+    run = new_run("fleet", None, None, {"sum_plan": "parts=2"})
     other = run.servers[2]
     with environment(run.url, run.servers[:2], 0):
         status = run.train(BROADCAST, "--min-servers", "2", options=run.to_servers())
         assert status == 0, run.log[-3000:]
     assert f"[Fleet] {other.url} quarantined: the vLLM server at {other.url} does not" in run.log
-    assert "plan: 'missing' here, 'parts 2' there" in run.log
+    assert "sum_plan: 'parts=1' here, 'parts=2' there; start all vLLM servers of a run" in run.log
     served = [server.get("/weights") for server in run.servers]
     assert [row and row["weight_version"] for row in served] == [STEPS, STEPS, 0]
     if whole:  # alone, this test has nothing to compare with
