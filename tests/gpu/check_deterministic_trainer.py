@@ -129,6 +129,30 @@ def input_gradient_rows(inputs: int, outputs: int) -> Result:
     return not wrong, f"depends on the batch at {wrong} rows" if wrong else "19 batch sizes"
 
 
+def sum_of_parts(inputs: int, outputs: int, parts: int) -> Result:
+    """The kernel's sum is that of torch in the order of the parts, a trainer's row product is that
+    of the ranks, alone and in batches, and a rank's columns are those of the whole product.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2048, inputs, generator=generator).bfloat16().cuda()
+    weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).bfloat16().cuda()
+    products = ops.row_parts(x, weight, parts)
+    total = ops.add_parts(products)
+    expected = products[0].float()
+    for product in products[1:]:
+        expected = expected + product.float()
+    wrong = []
+    if not torch.equal(total, expected.bfloat16()):
+        wrong.append("kernel")
+    for rows in (1, 3, 64, 300, 2048):
+        if not torch.equal(ops.row_linear(x[:rows], weight, parts), total[:rows]):
+            wrong.append(f"{rows} rows")
+    narrow = weight[: outputs // parts].contiguous()
+    if not torch.equal(ops.linear(x, narrow), ops.linear(x, weight)[:, : len(narrow)]):
+        wrong.append("columns")
+    return not wrong, f"differing: {', '.join(wrong) or 'nothing'}"
+
+
 def packing(what: str) -> Result:
     """A model's hidden states and weight gradients, its sequences packed in different ways."""
     model = decoder_for("cuda")
@@ -288,6 +312,13 @@ def checks() -> dict[str, Callable[[], Result]]:
         found[f"input gradient {outputs} -> {inputs}, rows alone as in batches"] = (
             lambda inputs=inputs, outputs=outputs: input_gradient_rows(inputs, outputs)  # type: ignore[misc]
         )
+    for inputs, outputs in ((2048, 1024), (3072, 1024), (4096, 4096), (12288, 4096)):
+        for parts in (2, 4, 8):
+            found[f"sum of {parts} parts, {inputs} -> {outputs}"] = (
+                lambda inputs=inputs, outputs=outputs, parts=parts: sum_of_parts(  # type: ignore[misc]
+                    inputs, outputs, parts
+                )
+            )
     found["packing: hidden states"] = lambda: packing("forward")
     found["packing: weight gradients"] = lambda: packing("gradients")
     found["float64: whole model"] = against_the_plain_decoder

@@ -24,6 +24,7 @@ from example_trainer.models.ops import mixture, torch_gradients
 from example_trainer.models.packing import TILE, Packing
 from example_trainer.models.shards import Split, Total, deliver
 from vllm_patching.batch_invariant import ops
+from vllm_patching.batch_invariant.plan import SumPlan
 from vllm_patching.weights.families import Geometry
 
 NAME = "invariant"
@@ -65,14 +66,14 @@ class _Linear(torch.autograd.Function):
         packing: Packing,
         totals: tuple[Total | None, Total | None],
         split: Split,
-        parts: int,
+        share: int,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.packing, ctx.totals = packing, totals
         if split.size == 1:
-            return ops.row_linear(x, weight, parts, bias)
+            return ops.row_linear(x, weight, share, bias)
         first_bias = bias if split.rank == 0 else None
-        products = ops.row_parts(x, weight, parts // split.size, first_bias)
+        products = ops.row_parts(x, weight, share, first_bias)
         return ops.add_parts(split.gather_parts(products))
 
     @staticmethod
@@ -148,13 +149,10 @@ def row_linear(
     Raises:
         ValueError: the ranks cannot compute equal shares of the parts.
     """
-    if parts % split.size:
-        raise ValueError(
-            f"{split.size} trainer ranks cannot compute equal shares of a sum of {parts} parts"
-        )
+    share = SumPlan(parts).parts_of_rank(split.size)
     packing = packing or Packing([len(x)], x.device)
     totals = total, bias_total
-    y: Tensor = _Linear.apply(x, weight, bias, packing, totals, split, parts)
+    y: Tensor = _Linear.apply(x, weight, bias, packing, totals, split, share)
     return y
 
 
