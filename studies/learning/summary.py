@@ -17,6 +17,7 @@ CURVES = (
     "ratio_p99", "mismatch_kl", "clip_fraction_low", "clip_fraction_high", "correction_weight", "correction_ess",
     "correction_masked", "correction_masked_sequences", "age_mean", "mismatched_tokens", "compared_tokens", "seconds_wait",
     "seconds_train", "expert_load", "expert_load_max", "unused_experts", "router_entropy",
+    "rerouted_share",
 )  # fmt: skip
 """Columns of metrics.jsonl that are kept; missing ones are left out."""
 POINTS = 40

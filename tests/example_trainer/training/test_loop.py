@@ -11,15 +11,18 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from example_trainer.batch.groups import SamplerLogprobs
 from example_trainer.batch.prefetch import Batches
 from example_trainer.errors import ConfigError
+from example_trainer.models import router
 from example_trainer.observe.metrics import step_line
 from example_trainer.process import StopRequested
 from example_trainer.training import assembly
 from example_trainer.training.trainer import Trainer
 from example_trainer.weight_bridge.base import NoBridge, SyncReport
+from studies.starter_model import mixture
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
 from vllm_patching.protocol.timeline import VARIABLE
@@ -223,3 +226,27 @@ def test_a_memory_snapshot_on_a_cpu_is_refused_before_anything_is_loaded(
         ConfigError, match="--memory-snapshot records the memory of a GPU, and --device is cpu"
     ):
         trainers.train("--memory-snapshot")
+
+
+def test_experts_without_tokens_are_named(
+    trainers: Trainers,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Routers of zeros find all experts equally likely, and take the first two of four."""
+    mixture.main(["--model", str(trainers.model), "--output", str(tmp_path / "mixture")])
+    weights = tmp_path / "mixture" / "model.safetensors"
+    tensors = load_file(weights)
+    routers = {name: 0 * one for name, one in tensors.items() if ".mlp.gate." in name}
+    save_file(tensors | routers, weights, metadata={"format": "pt"})
+    trainers.model = tmp_path / "mixture"
+    monkeypatch.setattr(router, "IDLE_STEPS", 1)
+    trainers.post(*range(STEPS))
+    assert trainers.train("--vllm-restart-interval", "0")
+    first = trainers.rows()[0]
+    assert (first["unused_experts"], first["expert_load_max"]) == (4, 2)
+    assert (
+        "Step 1: experts without a token in the last 1 steps: 2 of layer 0, 3 of layer 0, "
+        "2 of layer 1, 3 of layer 1; they learn nothing; "
+    ) in caplog.text
