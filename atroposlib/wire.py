@@ -337,6 +337,9 @@ class ScoredDataGroup(TypedDict, total=False):
     the server's."""
     successes: Annotated[Any, NullWhereUnknown()]
     """[n]: true if the sequence solved its item, false if not, whatever its score."""
+    routed_experts: Annotated[Any, NullWhereUnknown()]
+    """[n]: the experts that a mixture chose for each token but the last, as one word of text; the
+    server's /generate answers such words."""
     idempotency_key: Key | None
     """Chosen by the client. A repeated key gets the same answer, and the group counts once."""
 
@@ -376,6 +379,7 @@ class ScoredDataItem(TypedDict, total=False):
     sampling_params: dict[str, float] | list[dict[str, float]] | None
     finish_reason: str | None
     success: bool | None
+    routed_experts: str | None
     group_overrides: dict[str, Any] | None
     overrides: dict[str, Any] | None
     images: Any | None

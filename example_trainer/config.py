@@ -173,6 +173,11 @@ class MixtureOptions(Section):
         allow_inf_nan=False,
         description="weight of the z-loss of each layer's router (ST-MoE)",
     )
+    router_replay: bool = Field(
+        False,
+        description="forward each token through the experts that the sampler chose for it, from `routed_experts` of a group; "
+        "vLLM needs --enable-return-routed-experts",
+    )
     expert_parallel: int = Field(
         1,
         ge=1,

@@ -71,10 +71,15 @@ def choose_kernels(options: argparse.Namespace) -> None:
     """Leave equal bits to machines with a GPU, unless they were asked for.
 
     Raises:
-        ConfigError: they were asked for without a GPU.
+        ConfigError: they, or the sampler's experts, were asked for without a GPU.
     """
     if on_gpu(options):
         return
+    if getattr(options, "router_replay", False):
+        raise ConfigError(
+            "--router-replay needs an NVIDIA GPU, since vLLM's CPU build does not return the experts "
+            "of tokens: leave it out"
+        )
     if "batch_invariant" in options.given and options.batch_invariant:
         raise ConfigError(
             "--batch-invariant needs an NVIDIA GPU, where vLLM has such kernels; give --no-batch-invariant here"

@@ -42,7 +42,7 @@ from example_trainer.api_keys import revealed
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
 from example_trainer.batch.problems import GSM8K, Problem, Task, find_task
-from example_trainer.batch.reader import BatchReader
+from example_trainer.batch.reader import BatchReader, replayed_routers
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ProcessError, Supervisor
 from example_trainer.command_line import add_section, checked_config
@@ -261,6 +261,8 @@ def start_vllm(
         kv_cache_memory_bytes=cache,
     )
     command = roles.anywhere(roles.vllm_server(options.model, port, server_flags))
+    if getattr(options, "router_replay", False):
+        command.append("--enable-return-routed-experts")
     command += shlex.split(options.vllm_args)
     log = folder / "vllm.log"
     logger.info("Starting vLLM, log: %s", log)
@@ -386,13 +388,20 @@ def make_batches(
     sampler = Sampler(
         f"http://127.0.0.1:{config.vllm_port}", str(find_checkpoint(options.model)), options.group_size, options.max_tokens,
         options.seed, revealed(config.vllm_api_key), config.temperature, options.thinking,
+        config.router_replay,
     )  # fmt: skip
     stack.callback(sampler.close)
     held_out = make_held_out(options, task, sampler, metrics)
     problems = repeated(task.training(options.seed), options.problem_count)
     tokens_per_bin = options.micro_batch * options.max_model_len
     sizes = model.geometry
-    reader = BatchReader(config, sizes.vocab_size, tokens_per_bin, media_tokens=sizes.media_tokens)
+    reader = BatchReader(
+        config,
+        sizes.vocab_size,
+        tokens_per_bin,
+        media_tokens=sizes.media_tokens,
+        routers=replayed_routers(config, sizes),
+    )
     return SampledBatches(
         sampler,
         problems,

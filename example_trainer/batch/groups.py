@@ -31,6 +31,7 @@ from atroposlib.wire import (
     first_beyond,
 )
 from example_trainer.algorithm.advantages import Advantages, find_advantages
+from vllm_patching.protocol.routed_experts import ExpertsError, from_wire
 
 # Readers of a group's fields, which `atroposlib.wire.ScoredDataGroup` lists, and the writer
 # of a row. Pure: no I/O, no state.
@@ -839,6 +840,7 @@ class TrainedSequence:
             said.
         sampled: how many tokens of it were sampled, trained or not; not given: as many as are
             trained.
+        routed: [length, choices] int16, see ReplayedRouters; None without them.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -852,6 +854,7 @@ class TrainedSequence:
     success: bool | None = None
     env_id: int | None = None
     sampled: int | None = None
+    routed: npt.NDArray[np.int16] | None = None
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         if name not in self.fields:
@@ -878,6 +881,62 @@ class TrainedSequence:
 
 
 @dataclass(frozen=True)
+class ReplayedRouters:
+    """The routers of a mixture whose choices a group brings along.
+
+    Attributes:
+        layers: of the model, those without experts included.
+        sparse: numbers of the layers that have experts.
+        experts: of such a layer.
+        count: experts of a token.
+    """
+
+    layers: int
+    sparse: tuple[int, ...]
+    experts: int
+    count: int
+
+    def read(self, word: Any, sequence: int, length: int) -> npt.NDArray[np.int16]:
+        """Return the experts [length, layers that have some · count] of a sequence's tokens; the
+        last token has none, and -1 in their place.
+
+        Args:
+            word: the sequence's entry of `routed_experts`.
+            sequence: its number in the group.
+            length: its tokens.
+
+        Raises:
+            GroupError: they are missing, of other tokens, or of another model.
+        """
+        where = f"routed_experts[{sequence}]"
+        if word is None:
+            raise GroupError(
+                f"{where} is missing, and --router-replay needs it: start vLLM with "
+                "--enable-return-routed-experts, and post what /generate answers"
+            )
+        try:
+            experts = from_wire(word)
+        except ExpertsError as error:
+            raise GroupError(f"{where}: {error}") from error
+        expected = (length - 1, self.layers, self.count)
+        if experts.shape != expected:
+            raise GroupError(
+                f"{where} has [tokens, layers, experts] {list(experts.shape)}, and {list(expected)} "
+                f"fit a sequence of {length} tokens"
+            )
+        chosen = experts[:, list(self.sparse)]
+        if chosen.size and int(chosen.max()) >= self.experts:
+            raise GroupError(
+                f"{where} has expert {chosen.max()}, and a layer has {self.experts} experts"
+            )
+        if (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any():
+            raise GroupError(f"{where} has an expert twice for one token of a layer")
+        rows = np.full((length, len(self.sparse) * self.count), -1, dtype=np.int16)
+        rows[:-1] = chosen.reshape(length - 1, -1)
+        return rows
+
+
+@dataclass(frozen=True)
 class Rules:
     """Rules for reading groups.
 
@@ -889,6 +948,7 @@ class Rules:
         reference: whether those of the reference are; if they are required, a group without them is
             left out.
         media_tokens: ids that stand for images, sounds or films, which no model sees here.
+        routers: whose choices are read; None: none are.
     """
 
     advantages: Advantages = field(default_factory=lambda: find_advantages("group"))
@@ -897,6 +957,7 @@ class Rules:
     teacher: bool = False
     reference: Literal["unused", "optional", "required"] = "unused"
     media_tokens: frozenset[int] = frozenset()
+    routers: ReplayedRouters | None = None
 
 
 @dataclass
@@ -1095,6 +1156,7 @@ class _GroupReader:
                 success=successes[i],
                 env_id=_env_id(group),
                 sampled=len(sampled),
+                routed=self._routed(group, i, len(row)),
             )
             self._require_reference(sequence)
             sequences.append(sequence)
@@ -1108,6 +1170,14 @@ class _GroupReader:
         self.batch.unpenalised += self.rules.lengths.penalises and own is not None
         masked = list(map(self._is_masked, sequences))
         return self._without_long(_Group(sequences, shaped, own, zeroed, masked))
+
+    def _routed(
+        self, group: Mapping[str, Any], i: int, length: int
+    ) -> npt.NDArray[np.int16] | None:
+        if self.rules.routers is None:
+            return None
+        words = per_sequence(group, "routed_experts", len(group["tokens"]))
+        return self.rules.routers.read(words[i], i, length)
 
     @property
     def _unread(self) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ class Sampler:
         seed: of the first request; every sample of a run has another one.
         temperature: of the completions that are trained on.
         thinking: `enable_thinking` of the chat template; not given: the template's own default.
+        routed_experts: training data has the experts of each token.
         api_key: bearer token, if the server asks for one.
 
     Raises:
@@ -58,6 +59,7 @@ class Sampler:
         api_key: str | None = None,
         temperature: float = 1.0,
         thinking: bool | None = None,
+        routed_experts: bool = False,
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -71,7 +73,7 @@ class Sampler:
             )
         self._decode = ResponseDecoder(self._tokenizer)
         self._group_size, self._max_tokens, self._next_seed = group_size, max_tokens, seed << 32
-        self._temperature = temperature
+        self._temperature, self._routed_experts = temperature, routed_experts
         self._template = {} if thinking is None else {"enable_thinking": thinking}
         self._client = VLLMClient(url, _SECONDS, api_key)
 
@@ -104,6 +106,8 @@ class Sampler:
 
     def _group(self, problem: Problem, seed: int) -> dict[str, Any]:
         sampling = {"n": self._group_size, "temperature": self._temperature, "seed": seed}
+        if self._routed_experts:
+            sampling["routed_experts"] = True
         prompt, opened, answer = self._ask(problem, sampling)
         sampled, logprobs = answer["token_ids"], answer["token_logprobs"]
         return {
@@ -116,6 +120,7 @@ class Sampler:
             "sampling_params": [{"temperature": self._temperature, "max_tokens": self._max_tokens}]
             * len(sampled),
             "finish_reasons": answer["finish_reasons"],
+            "routed_experts": answer.get("routed_experts"),
         }
 
     def _ask(

@@ -57,6 +57,8 @@ class PackedBin:
             did not come along.
         reference_pass: [1] int64, not 0 if there are any of those in the bins that the ranks work
             on at the same time.
+        routed: [tokens, choices] int16, the sampler's choices of experts, see ReplayedRouters; no
+            choices without them.
     """
 
     tokens: Tensor
@@ -71,6 +73,7 @@ class PackedBin:
     orders: Tensor
     unreferenced: Tensor
     reference_pass: Tensor
+    routed: Tensor
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -92,7 +95,7 @@ class PackedBin:
         return {
             name: tensor
             for name, tensor in self.tensors().items()
-            if name not in (*_HOST, "tokens", "sources")
+            if name not in (*_HOST, "tokens", "sources", "routed")
         }
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedBin:
@@ -136,7 +139,10 @@ class PackedBin:
 
     @cached_property
     def _packing(self) -> Packing:
-        return Packing(self.lengths.tolist(), self.tokens.device, self.parents.tolist())
+        packing = Packing(self.lengths.tolist(), self.tokens.device, self.parents.tolist())
+        if self.routed.shape[1]:
+            packing.routed = self.routed
+        return packing
 
     @cached_property
     def _sequences(self) -> Packing | None:
@@ -493,6 +499,7 @@ def empty_bin() -> PackedBin:
         orders=torch.zeros((0, 2), dtype=torch.int64),
         unreferenced=ids,
         reference_pass=torch.zeros_like(one),
+        routed=torch.zeros((1, 0), dtype=torch.int16),
     )
 
 
@@ -634,12 +641,14 @@ def _packed(units: Sequence[_Unit]) -> PackedBin:
     parents: list[int] = []
     sources: list[npt.NDArray[np.int64]] = []
     rollouts: list[_Rollout] = []
+    routed: list[npt.NDArray[np.int16]] = []
     row = 0
     for unit in units:
         before = len(parents)
         rows: list[npt.NDArray[np.int64]] = []  # for each span, where all tokens up to its end are
         for span in unit.tree.spans:
             tokens.append(unit.rollouts[span.sequence].tokens[span.begin : span.end])
+            routed.append(_routed_of(unit.rollouts[span.sequence])[span.begin : span.end])
             own = np.arange(row, row + span.end - span.begin)
             first = span.parent == NO_PARENT
             parents.append(NO_PARENT if first else before + span.parent)
@@ -665,7 +674,15 @@ def _packed(units: Sequence[_Unit]) -> PackedBin:
         orders=torch.tensor([s.order for s in sequences]),
         unreferenced=torch.tensor(unreferenced),
         reference_pass=torch.zeros(1, dtype=torch.int64),
+        routed=torch.from_numpy(np.concatenate(routed)),
     )
+
+
+def _routed_of(rollout: _Rollout) -> npt.NDArray[np.int16]:
+    routed = rollout.sequence.routed
+    if routed is None:
+        return np.zeros((len(rollout.tokens), 0), dtype=np.int16)
+    return routed
 
 
 def _joined(parts: Sequence[npt.NDArray[np.int64] | npt.NDArray[np.float32]]) -> Tensor:
@@ -736,6 +753,7 @@ def part_of(bin: PackedBin, sequences: Sequence[int]) -> tuple[PackedBin, Tensor
     whole = replace(
         bin,
         tokens=bin.tokens[tokens.to(device)],
+        routed=bin.routed[tokens.to(device)],
         lengths=bin.lengths[kept],
         parents=torch.where(parents == NO_PARENT, parents, places[parents]),
         sources=(sources - begins[spans] + new_begins[places[spans]]).to(device),

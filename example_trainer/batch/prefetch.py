@@ -32,7 +32,13 @@ from example_trainer.api_keys import revealed
 from example_trainer.batch.client import Registration, RolloutClient, TrainedBatch
 from example_trainer.batch.groups import SamplerLogprobs
 from example_trainer.batch.packing import PackedBin
-from example_trainer.batch.reader import BatchFigures, BatchReader, PackedBatch, ReadyBatch
+from example_trainer.batch.reader import (
+    BatchFigures,
+    BatchReader,
+    PackedBatch,
+    ReadyBatch,
+    replayed_routers,
+)
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError, OutOfMemoryError, RankError, TrainerError
 from example_trainer.models import Decoder
@@ -642,7 +648,13 @@ def make_batches(
     data_ranks = 1 if model.split.size > 1 else ranks.world_size
     sizes = model.geometry
     reader = BatchReader(
-        config, sizes.vocab_size, tokens_per_bin, data_ranks, lives, sizes.media_tokens
+        config,
+        sizes.vocab_size,
+        tokens_per_bin,
+        data_ranks,
+        lives,
+        sizes.media_tokens,
+        replayed_routers(config, sizes),
     )
     return Batches(
         client,

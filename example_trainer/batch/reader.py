@@ -22,6 +22,7 @@ from example_trainer.batch.groups import (
     TAKEN_ON_TRUST,
     Batch,
     LengthRules,
+    ReplayedRouters,
     Rules,
     SamplerLogprobs,
     SamplingRules,
@@ -31,6 +32,7 @@ from example_trainer.batch.groups import (
 from example_trainer.batch.packing import PackedBin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError
+from vllm_patching.weights.families import Geometry
 
 # Names of environments as keys of figures. Pure.
 
@@ -272,6 +274,18 @@ class ReadyBatch:
     queue_size: int
 
 
+def replayed_routers(config: TrainerConfig, geometry: Geometry) -> ReplayedRouters | None:
+    """Return the routers whose choices are read from groups; None without --router-replay."""
+    if not config.router_replay:
+        return None
+    return ReplayedRouters(
+        geometry.num_layers,
+        geometry.sparse_layers,
+        geometry.num_experts,
+        geometry.experts_per_token,
+    )
+
+
 class BatchReader:
     """Reads the batches of a run. A warning that holds for a whole run is logged once.
 
@@ -283,7 +297,7 @@ class BatchReader:
         data_ranks: ranks that work on bins of their own. Ranks that split each layer between them
             all work on the same ones, and count as one.
         lives: of the trainer's run; see ages.
-        media_tokens: see Rules.
+        media_tokens, routers: see Rules.
 
     Raises:
         ConfigError: --advantages does not exist.
@@ -297,6 +311,7 @@ class BatchReader:
         data_ranks: int = 1,
         lives: Sequence[TrainerSession] = (),
         media_tokens: frozenset[int] = frozenset(),
+        routers: ReplayedRouters | None = None,
     ) -> None:
         self.config, self.lives = config, lives
         self._vocab_size, self._tokens_per_bin, self._data_ranks = (
@@ -318,6 +333,7 @@ class BatchReader:
             teacher=config.distill_coef > 0,
             reference=_wanted_reference(config),
             media_tokens=media_tokens,
+            routers=routers,
         )
         self._said: set[str] = set()
 

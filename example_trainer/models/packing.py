@@ -42,7 +42,11 @@ class Packing:
         longest: the longest sequence, in tokens: a span with all that it continues.
         begins: the first token of each span, then `tokens`.
         cu_seqlens: [spans + 1] int32, the same on the device.
+        routed: [tokens, choices], the experts that each layer of a mixture has to choose, see
+            RouterReplay; None: it chooses itself.
     """
+
+    routed: Tensor | None = None
 
     def __init__(
         self,

@@ -174,6 +174,10 @@ GAUGES = {
         "Load balance loss, mean over the layers; 1 if the load is even",
     ),
     "router_z_loss": ("router_z_loss", "Mean square of the logarithm of the routers' partition"),
+    "rerouted_share": (
+        "rerouted_ratio",
+        "Share of replayed tokens and layers for which the trainer's router would choose other experts",
+    ),
     "grad_norm": ("grad_norm", "Global norm of the gradient before clipping"),
     "lr": ("learning_rate", "Learning rate of the step"),
     "tokens_per_second": (

@@ -185,6 +185,8 @@ def step_line(step: int, steps: int, row: Row) -> str:
             f"  expert load {row['expert_load']:.2f} (max {row['expert_load_max']:.2f})"
             f"  unused {row['unused_experts']:.0f}  router entropy {row['router_entropy']:.3f}"
         )
+    if row.get("rerouted_share") is not None:
+        experts += f"  rerouted {row['rerouted_share']:.2%}"
     perplexities = (
         f"{_known(row['perplexity_rollout'], '.4g')}/{_known(row['perplexity_trainer'], '.4g')}"
     )

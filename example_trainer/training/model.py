@@ -24,6 +24,7 @@ from example_trainer.models.hf_checkpoint import (
 from example_trainer.models.lora.layers import BaseModel, attach_adapters
 from example_trainer.models.lora.peft_format import check_same_adapter
 from example_trainer.models.router import RouterLosses
+from example_trainer.models.router_replay import RouterReplay
 from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.experts import require_expert_parallel
 from example_trainer.parallel.launch import place_of
@@ -202,6 +203,16 @@ def fitted_to_model(config: TrainerConfig, ranks: int = 1) -> TrainerConfig:
 
 def _require_experts(config: TrainerConfig, geometry: Geometry) -> None:
     """Raise ConfigError if an option is of routers that the model does not have."""
+    if config.router_replay and not geometry.sparse_layers:
+        raise ConfigError(
+            f"--router-replay takes the experts that the sampler chose, and --model-name "
+            f"{config.model_name} ({geometry.architecture}) has none that this trainer computes: leave it out"
+        )
+    if config.router_replay and config.deterministic:
+        raise ConfigError(
+            "--router-replay cannot be combined with --deterministic, in which both sides choose "
+            "the same experts: leave one of them out"
+        )
     for name in ("router_balance_coef", "router_z_coef"):
         if getattr(config, name) and not geometry.sparse_layers:
             raise ConfigError(
@@ -283,6 +294,9 @@ def make_model(
         model.arithmetic.routers.losses = RouterLosses(
             config.router_balance_coef, config.router_z_coef
         )
+    if config.router_replay:
+        g = model.geometry
+        model.arithmetic.routing = RouterReplay(g.sparse_layers, g.experts_per_token)
     if config.lora:
         attach_adapters(model, config.lora)
     return model

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +34,7 @@ from example_trainer.errors import (
 )
 from example_trainer.models import Decoder
 from example_trainer.models.packing import NO_PARENT, Packing
+from example_trainer.models.router_replay import RouterReplay
 from example_trainer.observe.token_report import TokenReport
 from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.ranks import Ranks, first_line
@@ -213,6 +214,8 @@ class BatchGradients:
         )
         self._parity, self._report = parity, report or TokenReport(0)
         self._routers = model.arithmetic.routers
+        routing = model.arithmetic.routing
+        self._replay = routing if isinstance(routing, RouterReplay) else None
         self._known: list[list[_Known]] = []
         self._figures: StepFigures | None = None
         self._figures_with_this: StepFigures | None = None
@@ -285,6 +288,8 @@ class BatchGradients:
         row = self._taken.row(total)
         if self._routers is not None:
             row |= self._routers.row(total)
+        if self._replay is not None:
+            row |= self._replay.row(total, self._model.output_weight.device)
         loss = row["loss"]
         if loss is None:
             return row
@@ -295,11 +300,17 @@ class BatchGradients:
         assert self._figures is not None, "no update was taken"
         return self._figures
 
-    def _counted(self, bin: PackedBin) -> AbstractContextManager[None]:
+    def _counted(self, bin: PackedBin) -> AbstractContextManager[object]:
         """Count what the routers do with the tokens of a bin, in a forward pass."""
         if self._routers is None:
             return nullcontext()
-        return self._routers.passing(not bin.empty)
+        counts = self._routers.passing(not bin.empty)
+        if self._replay is None:
+            return counts
+        both = ExitStack()
+        both.enter_context(counts)
+        both.enter_context(self._replay.counting())
+        return both
 
     def _begin_routers(self, bins: Sequence[PackedBin]) -> None:
         """Give the routers of a mixture what their losses need of an update: its number of tokens,

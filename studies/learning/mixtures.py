@@ -46,7 +46,7 @@ AGES = (0, 4)
 def _arms() -> list[Variant]:
     arms = (
         ("ordinary", "ordinary kernels", ORDINARY, True),
-        ("replay", "ordinary kernels, router replay", (*ORDINARY, "--router-replay"), True),
+        ("replay", "ordinary kernels, router replay", (*ORDINARY, "--router-replay"), False),
         ("exact", "equal to the bit", ("--batch-invariant",), False),
     )
     return [

@@ -162,3 +162,9 @@ class TestDefaults:
         assert self.chosen("--digits 3 --no-batch-invariant")[1] is None
         with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
             self.chosen("--batch-invariant")
+
+
+def test_router_replay_without_a_gpu_is_refused_in_one_line() -> None:
+    options = parse_arguments(["--router-replay", "--device", "cpu"])
+    with pytest.raises(ConfigError, match="--router-replay needs an NVIDIA GPU, since vLLM's CPU"):
+        choose_kernels(options)

@@ -112,7 +112,7 @@ def test_every_figure_of_a_step_is_shown(server: MetricsServer) -> None:
     own = set(BatchFigures.__annotations__) - UNSHOWN - {"rewards", "success_rates"}
     assert [
         key
-        for key in (*passes, *ROUTER_FIGURES, *own)
+        for key in (*passes, *ROUTER_FIGURES, "rerouted_share", *own)
         if key not in GAUGES | COUNTERS and not key.startswith(tuple(LABELLED))
     ] == []
     server.update(

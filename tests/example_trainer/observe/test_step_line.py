@@ -73,3 +73,9 @@ def test_a_mixture_has_its_load_in_the_line() -> None:
     )
     assert "expert" not in step_line(1, 2, row_of_a_step())
     assert "expert" not in step_line(1, 2, row | {"expert_load": None})
+
+
+def test_replayed_routers_have_their_share_in_the_line() -> None:
+    row = row_of_a_step(rerouted_share=0.01234)
+    assert step_line(1, 2, row).endswith("  rerouted 1.23%")
+    assert "rerouted" not in step_line(1, 2, row | {"rerouted_share": None})

@@ -1,0 +1,75 @@
+"""Forward a mixture with the experts that the sampler chose.
+
+Sampler and trainer round differently, so their routers choose other experts for some tokens. Here
+each token goes to the sampler's experts (`Packing.routed`). Their weights are the trainer's own
+router's probabilities of these experts, so the router still learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from example_trainer.models.decoder import Choose, Routed
+from example_trainer.models.packing import Packing
+
+
+class RouterReplay:
+    """The choice of experts in place of the layers' own; see decoder.Routing.
+
+    Args:
+        layers: numbers of the layers that have experts.
+        count: experts of a token.
+    """
+
+    def __init__(self, layers: Sequence[int], count: int) -> None:
+        self._first = {layer: row * count for row, layer in enumerate(layers)}
+        self._count, self._counts = count, False
+        self._sums: Tensor | None = None
+
+    def __call__(self, layer: int, logits: Tensor, packing: Packing, choose: Choose) -> Routed:
+        """Return the sampler's experts; a token without any goes to the layer's own choice."""
+        if packing.routed is None:
+            return choose(logits)
+        with torch.no_grad():
+            _, own = choose(logits)
+        first = self._first[layer]
+        routed = packing.routed[:, first : first + self._count].long()
+        replayed = routed[:, :1] >= 0
+        if self._counts:
+            self._count_others(routed, own, replayed[:, 0])
+        return choose(logits, chosen=torch.where(replayed, routed, own))
+
+    def _count_others(self, routed: Tensor, own: Tensor, replayed: Tensor) -> None:
+        """Count tokens whose own experts are others. Waits for nothing on the host."""
+        others = (routed.sort(-1).values != own.sort(-1).values).any(-1) & replayed
+        if self._sums is None:
+            self._sums = torch.zeros(2, dtype=torch.float64, device=routed.device)
+        self._sums += torch.stack((others.sum(), replayed.sum()))
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the tokens of a forward pass. Its backward pass stands outside."""
+        self._counts = True
+        try:
+            yield
+        finally:
+            self._counts = False
+
+    def row(
+        self, total: Callable[[Tensor], Tensor], device: torch.device
+    ) -> dict[str, float | None]:
+        """Return the step's figure, and begin the next step. Collective.
+
+        Args:
+            total: adds a float64 vector up over the ranks; may change it.
+            device: of the model.
+        """
+        sums, self._sums = self._sums, None
+        if sums is None:
+            sums = torch.zeros(2, dtype=torch.float64, device=device)
+        others, tokens = total(sums).tolist()
+        return {"rerouted_share": others / tokens if tokens else None}
