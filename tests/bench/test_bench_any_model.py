@@ -1,9 +1,7 @@
-"""bench/any_model.py on the CPU: both tiers with a tiny model, and its figures."""
+"""The cases, the server without a row, and the figures of bench/any_model.py."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,36 +15,6 @@ from example_trainer.models.transformers_model import TransformersModel
 from vllm_patching.weights import families
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("forked_children")
-def test_both_tiers_are_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(any_model, "WORK", {"512": {}})
-    arguments = ["--output", str(tmp_path), "--device", "cpu", "--tiny", "--parts", "training"]
-    assert any_model.main(arguments) == 0, capsys.readouterr().out
-    data = json.loads((tmp_path / "any_model.json").read_text())
-    assert data["machine"]["vllm"]
-    assert data["ratios"]["512"].keys() == any_model.COMPARED.keys()
-    assert data["training"]["512"]["2"]["arithmetic"] == speed_worker.TRANSFORMERS
-
-
-@pytest.mark.nightly
-@pytest.mark.e2e
-@pytest.mark.usefixtures("forked_children")
-def test_the_second_tier_is_served_by_a_learned_layout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--output", str(tmp_path), "--device", "cpu", "--tiny", "--parts", "serving"]
-    assert any_model.main([*arguments, "--tiers", "2"]) == 0, capsys.readouterr().out
-    (row,) = json.loads((tmp_path / "any_model.json").read_text())["serving"].values()
-    assert row["model"] == "TransformersModel"
-    assert row["update"]["updates"] == 2
-    assert abs(row["compared"]["kl"]) < 1e-6
-    assert row["compared"]["tokens"] > 0
-    assert "learned from vLLM's loader" in (tmp_path / "vllm-2.log").read_text()
 
 
 def test_the_second_tier_has_the_work_of_the_first_without_shared_prompts() -> None:
