@@ -216,11 +216,11 @@ def mixed(dtype: torch.dtype, totals: bool) -> Result:
 
     def experts(
         x: Tensor, weights: Tensor, chosen: Tensor, w13: Tensor, w2: Tensor, packing: Packing,
-        sums: Any,
+        sums: Any, parts: int = 1,
     ) -> Tensor:  # fmt: skip
         functions = mixture.Kernels(fast_kernels.silu_and_mul, triton_gradients)
         begins = packing.cu_seqlens
-        return mixture.experts(x, weights, chosen, w13, w2, begins, sums, functions)
+        return mixture.experts(x, weights, chosen, w13, w2, begins, sums, functions, parts=parts)
 
     table: Any = SimpleNamespace(experts=experts)
     sizes = Sizes((80, 1, 60), hidden=144, inner=136)

@@ -63,7 +63,7 @@ def row(family: Family) -> list[str]:
         f"`{family.architecture}`",
         "1",
         "no" if family.no_determinism else "yes",
-        "no" if family.joint_qk_norm or geometry.num_experts else "yes",
+        "no" if family.joint_qk_norm else "yes",
         adapters,
         _machines(family.architecture),
     ]
