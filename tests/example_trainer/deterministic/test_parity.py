@@ -323,6 +323,7 @@ def bin_of(versions: Tensor, logprobs: Tensor) -> PackedBin:
         orders=torch.tensor([[7, number] for number in range(len(counts))]),
         unreferenced=counts,
         reference_pass=torch.ones(1, dtype=torch.int64),
+        routed=torch.zeros((0, 0), dtype=torch.int16),
     )
 
 
