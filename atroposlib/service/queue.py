@@ -38,7 +38,6 @@ from atroposlib.service.records import (
     QUEUED,
     REFERENCE,
     BatchTooSmallError,
-    Changes,
     Environment,
     Evaluation,
     Group,
@@ -49,7 +48,6 @@ from atroposlib.service.records import (
     QueueFullError,
     Receipt,
     RegistryFullError,
-    Snapshot,
     SupersededError,
     UnknownBatchError,
     ValidatedGroup,
@@ -68,6 +66,7 @@ from atroposlib.service.run_state import (
 )
 from atroposlib.service.scheduling import choose_multiple, in_order_of_use, is_plain
 from atroposlib.service.schemas import Registration, ReplayOptions
+from atroposlib.service.store import Changes, Snapshot
 from atroposlib.wire import TrainerSession, oldest
 
 MAX_ENVIRONMENTS = 1024

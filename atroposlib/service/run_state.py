@@ -16,7 +16,6 @@ from typing import Any
 
 from atroposlib.service.records import (
     NOBODY,
-    Changes,
     Environment,
     Evaluation,
     Group,
@@ -28,6 +27,7 @@ from atroposlib.service.records import (
 )
 from atroposlib.service.scheduling import MIN_WEIGHT
 from atroposlib.service.schemas import Registration
+from atroposlib.service.store import Changes
 from atroposlib.wire import TrainerSession, begin_session, effective_version
 
 MAX_NAMES = 1024

@@ -19,17 +19,9 @@ from atroposlib.service.fleet import FleetStatus
 from atroposlib.service.group_reader import NO_REFERENCE, unreadable, with_reference
 from atroposlib.service.metrics import Metrics
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import (
-    MISSING,
-    NOBODY,
-    Changes,
-    Lease,
-    Limits,
-    Receipt,
-    ValidatedGroup,
-)
+from atroposlib.service.records import MISSING, NOBODY, Lease, Limits, Receipt, ValidatedGroup
 from atroposlib.service.scheduling import is_plain
-from atroposlib.service.store import DamagedError, PostSpace, Store, StoreError
+from atroposlib.service.store import Changes, DamagedError, PostSpace, Store, StoreError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -29,12 +29,14 @@ from typing import Any, TypeVar
 
 import orjson
 
-from atroposlib.service.records import Changes, RecordKey, Snapshot
 from atroposlib.service.store import (
     FIXED_BYTES,
     SLACK_BYTES,
+    Changes,
     DamagedError,
     DiskSpace,
+    RecordKey,
+    Snapshot,
     Store,
     StoreError,
     megabytes,

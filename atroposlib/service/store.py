@@ -14,9 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from atroposlib.service.records import Changes, Snapshot
+import orjson
+
+from atroposlib.service.records import Group
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,75 @@ SLACK_BYTES = 16 << 20
 FIXED_BYTES = 2 << 20
 """Bytes of log for the pages that every post touches besides its bodies. Rebuilding the reserve
 leaves them free."""
+
+
+Kind = Literal["state", "environment", "group", "lease", "key", "evaluation"]
+RecordKey = tuple[Kind, int | str]
+"""Kind and id of a record. There is one state, with the id 0."""
+
+
+@dataclass(slots=True)
+class Changes:
+    """Changes for one transaction of the store. The queue collects them, and takes them for each call."""
+
+    wipe: bool = False
+    """All that was stored before is removed first."""
+    records: dict[RecordKey, Any] = field(default_factory=dict)
+    """New and changed records, None for those that are gone. `take` encodes them as JSON."""
+    bodies: dict[int, bytes | None] = field(default_factory=dict)
+    """New bodies of groups by sequence number, None for those that are gone."""
+    adds_groups: bool = False
+
+    def __bool__(self) -> bool:
+        return self.wipe or bool(self.records)
+
+    def add(self, group: Group, body: bytes) -> None:
+        """Add a new group."""
+        self.records["group", group.seq] = group
+        self.bodies[group.seq] = body
+        self.adds_groups = True
+
+    def remove(self, group: Group) -> None:
+        """Remove a group."""
+        self.records["group", group.seq] = self.bodies[group.seq] = None
+
+    def take(self) -> Changes:
+        """Return the changes since the last call. A later change of a record does not alter them."""
+        encoded = {
+            key: None if record is None else orjson.dumps(record)
+            for key, record in self.records.items()
+        }
+        taken = Changes(self.wipe, encoded, self.bodies, self.adds_groups)
+        self.wipe = self.adds_groups = False
+        self.records, self.bodies = {}, {}
+        return taken
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Everything that a store holds, except the bodies.
+
+    Attributes:
+        records: by kind and id. A record that was stored later comes later.
+    """
+
+    records: dict[str, dict[Any, Any]] = field(default_factory=dict)
+
+    def of(self, kind: Kind) -> dict[Any, Any]:
+        """Return the records of a kind by their ids."""
+        return self.records.get(kind, {})
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the queue; empty in a new store."""
+        return self.of("state").get(0, {})
+
+    def groups(self) -> list[Group]:
+        """Return the groups in the order of their acceptance."""
+        return [
+            Group(**record | {"weights": tuple(map(tuple, record["weights"]))})
+            for _, record in sorted(self.of("group").items())
+        ]
 
 
 def megabytes(n_bytes: int) -> str:

@@ -341,7 +341,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and its experts, of whom a few compute each token (arXiv:1701.06538).
+    """A router and its experts, of which a few compute each token (arXiv:1701.06538).
 
     The inner width of each expert is split over ranks; each rank has the whole router.
     """

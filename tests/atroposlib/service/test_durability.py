@@ -19,10 +19,10 @@ import pytest
 from atroposlib.service import routes
 from atroposlib.service.app import make_app
 from atroposlib.service.group_reader import read_groups
-from atroposlib.service.records import QUEUED, Changes, Snapshot, ValidatedGroup
+from atroposlib.service.records import QUEUED, ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
-from atroposlib.service.store import StoreError
+from atroposlib.service.store import Changes, Snapshot, StoreError
 from atroposlib.web.middleware import RequestLimits
 from tests.atroposlib.service.trainers import registered
 

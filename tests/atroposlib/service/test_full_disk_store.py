@@ -22,12 +22,13 @@ from hypothesis import strategies as st
 from atroposlib import service_client
 from atroposlib.service.app import make_app
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Changes, ValidatedGroup
+from atroposlib.service.records import ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import PAGE_SIZE, Reserve, SqliteStore
 from atroposlib.service.store import (
     FIXED_BYTES,
     SLACK_BYTES,
+    Changes,
     DiskSpace,
     MemoryStore,
     PostSpace,

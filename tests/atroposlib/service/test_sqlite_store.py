@@ -16,11 +16,11 @@ import orjson
 import pytest
 
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Changes, Evaluation, Group, Limits, ValidatedGroup
+from atroposlib.service.records import Evaluation, Group, Limits, ValidatedGroup
 from atroposlib.service.run_state import MAX_BYTES, MAX_KEPT, Evaluations
 from atroposlib.service.schemas import Registration
 from atroposlib.service.sqlite_store import FORMAT, MAX_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
-from atroposlib.service.store import DamagedError, StoreError
+from atroposlib.service.store import Changes, DamagedError, StoreError
 from tests.atroposlib.service.conftest import ROOT
 from tests.atroposlib.service.trainers import registered, stored
 
@@ -265,7 +265,8 @@ def test_a_body_that_sqlite_cannot_follow_does_not_keep_its_group_from_being_dro
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from atroposlib.service.records import Changes, Group
+from atroposlib.service.records import Group
+from atroposlib.service.store import Changes
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import StoreError
 

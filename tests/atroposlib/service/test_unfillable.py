@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from atroposlib.service.pending_groups import MAX_SIZES, REASON, fillable_sizes
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import NOBODY, BatchTooSmallError, Limits, QueueFullError, Snapshot
+from atroposlib.service.records import NOBODY, BatchTooSmallError, Limits, QueueFullError
+from atroposlib.service.store import Snapshot
 from tests.atroposlib.service.test_queue import draft, env, registration, started, take
 from tests.atroposlib.service.trainers import stored
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
-from atroposlib.service.records import Changes, Snapshot
 from atroposlib.service.schemas import Registration
+from atroposlib.service.store import Changes, Snapshot
 
 
 def stored(*together: Changes) -> Snapshot:
