@@ -127,20 +127,20 @@ class AnyModel(Sitting):
         """Return the figures of a tier's updates and its KL."""
         trainer = self.trainer(f"tier {tier}", "bench.gpu.tier_trainer", server.port)
         ask = partial(trainer.ask, timeout=LOAD_SECONDS)
-        found = dict[str, Any](ask("load_tier", tier=tier, folder=str(self.model)))
+        served = dict[str, Any](ask("load_tier", tier=tier, folder=str(self.model)))
         joined = ask("connect", kind="broadcast")
         if joined["params_mapped"] != joined["params_total"]:
             raise BenchError(f"tier {tier}: not every parameter was mapped: {joined}")
-        found["connect_seconds"] = round(joined["seconds"], 3)
+        served["connect_seconds"] = round(joined["seconds"], 3)
         rows = ask("sync_with_optimizer", count=self.args.updates)
         cell = CELL
         if self.args.tiny:
             cell = TINY_CELL
         compared = trainer.ask("cell", timeout=ASK_SECONDS, **cell)
-        found |= {"update": figures(rows), "compared": compared, "memory": ask("memory")}
+        served |= {"update": figures(rows), "compared": compared, "memory": ask("memory")}
         ask("close")
         trainer.stop()
-        return found
+        return served
 
     def _write_checkpoint(self) -> dict[str, Any]:
         asked = {"shape": self.args.shape, "folder": str(self.model), "cap": 1024}
@@ -177,13 +177,13 @@ COMPARED = {
 
 def ratios(data: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Figures of the second tier over the same figures of the first one, by work."""
-    found: dict[str, dict[str, float]] = {}
+    relative: dict[str, dict[str, float]] = {}
     for name, tiers in data.get("training", {}).items():
         for figure, path in COMPARED.items():
             one, other = (value_at(tiers.get(str(tier), {}), path) for tier in TIERS)
             if one and other:
-                found.setdefault(name, {})[figure] = round(other / one, 3)
-    return found
+                relative.setdefault(name, {})[figure] = round(other / one, 3)
+    return relative
 
 
 TRAINING_COLUMNS = {

@@ -67,13 +67,13 @@ class ComparingTrainer(BenchTrainer):
         before, started = self._counters(), time.monotonic()
         rollouts = asyncio.run(self._sample(concurrency, requests, prompts, new, seed, shared))
         sampled, after = time.monotonic(), self._counters()
-        found = self.compare(rollouts)
+        comparison = self.compare(rollouts)
         seconds = {
             "sampling": round(sampled - started, 2),
             "comparing": round(time.monotonic() - sampled, 2),
         }
         return {
-            **found,
+            **comparison,
             **{name: after[name] - before[name] for name in COUNTERS},
             "seconds": seconds,
         }
@@ -172,8 +172,8 @@ class ComparingTrainer(BenchTrainer):
 
     def _counters(self) -> dict[str, int]:
         text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
-        found = {}
+        counts = {}
         for name, counter in COUNTERS.items():
             values = re.findall(rf"^vllm:{counter}\S* (\S+)$", text, re.MULTILINE)
-            found[name] = int(sum(map(float, values)))
-        return found
+            counts[name] = int(sum(map(float, values)))
+        return counts

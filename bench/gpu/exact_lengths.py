@@ -85,17 +85,17 @@ class ExactLengths(Sitting):
 
 def ratios(data: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Tokens per second of each exact way over the ordinary way's, by length."""
-    found: dict[str, dict[str, float]] = {}
+    relative: dict[str, dict[str, float]] = {}
     cases = data.get("cases", {})
     for length in LENGTHS:
         rates = {way: speed_of(cases.get(f"{length}, {way}", {})) for way in WAYS}
         ordinary = rates["ordinary"]
         if not ordinary:
             continue
-        found[length] = {
+        relative[length] = {
             way: round(rate / ordinary, 3) for way, rate in rates.items() if rate and way != WAYS[0]
         }
-    return found
+    return relative
 
 
 def speed_of(case: dict[str, Any]) -> float:
@@ -106,21 +106,21 @@ def speed_of(case: dict[str, Any]) -> float:
 def report(data: dict[str, Any]) -> str:
     """A table of the cases, then the longest kernels of each, and the cases that did not run."""
     rows, lines, relative = [], [], ratios(data)
-    for name, found in data.get("cases", {}).items():
-        if "pass" not in found:
+    for name, case in data.get("cases", {}).items():
+        if "pass" not in case:
             reasons = ("skipped", "failed", "out_of_memory")
-            lines += [f"{name}: {key}: {found[key]}" for key in reasons if key in found]
+            lines += [f"{name}: {key}: {case[key]}" for key in reasons if key in case]
             continue
         length, _, way = name.partition(", ")
-        one = found["pass"]
+        one = case["pass"]
         rows.append(
-            [name, round(speed_of(found)), relative.get(length, {}).get(way), f"{one['mfu']:.3f}",
-             f"{one['peak_bytes'] / 1e9:.1f}", found.get("repeats")]
+            [name, round(speed_of(case)), relative.get(length, {}).get(way), f"{one['mfu']:.3f}",
+             f"{one['peak_bytes'] / 1e9:.1f}", case.get("repeats")]
         )  # fmt: skip
-        lines += [f"{name}: {found['busy_seconds']:.4f} s in kernels"]
+        lines += [f"{name}: {case['busy_seconds']:.4f} s in kernels"]
         lines += [
-            f"  {seconds:9.5f} s  {seconds / found['busy_seconds']:5.1%}  {count:6d} x {kernel}"
-            for kernel, count, seconds in found["kernels"][:SHOWN_KERNELS]
+            f"  {seconds:9.5f} s  {seconds / case['busy_seconds']:5.1%}  {count:6d} x {kernel}"
+            for kernel, count, seconds in case["kernels"][:SHOWN_KERNELS]
         ]
     heads = ["forward and backward", "tokens/s", "÷ ordinary", "mfu", "peak GB", "repeats"]
     return "\n".join([table(heads, rows), *lines])

@@ -130,7 +130,7 @@ def measure(case: ProfiledCase, device: torch.device) -> dict[str, Any]:
     model, optimizer = ours(speed, geometry, dtype_on(device), device, config)
     bins = [random_bin(speed.work, geometry.vocab_size, device)]
     gradient, timer = partial(gradient_of, model, optimizer, bins, config), Timer(device)
-    found: dict[str, Any] = {"arithmetic": model.arithmetic.ops.NAME}
+    figures: dict[str, Any] = {"arithmetic": model.arithmetic.ops.NAME}
     with attention_of(case.way, device):
         with Meter(device) as meter:
             for _ in range(case.warm_up):
@@ -139,15 +139,15 @@ def measure(case: ProfiledCase, device: torch.device) -> dict[str, Any]:
             gradient()
             peak = meter.peak
         if exact:
-            found["repeats"] = repeats(gradient, model)
+            figures["repeats"] = repeats(gradient, model)
         seconds = [timer(gradient) for _ in range(case.repeats)]
-        found["pass"] = rates(geometry, bins[0], speed.work, min(seconds), 1, 1)
-        found["pass"] |= {
+        figures["pass"] = rates(geometry, bins[0], speed.work, min(seconds), 1, 1)
+        figures["pass"] |= {
             "median_seconds": round(statistics.median(seconds), 5),
             "peak_bytes": peak,
         }
-        found |= kernels_of(gradient, device)
-    return found
+        figures |= kernels_of(gradient, device)
+    return figures
 
 
 def repeats(gradient: Callable[[], object], model: Any) -> bool:
@@ -168,10 +168,10 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     with joined_group(1, torch.device(case.device)) as device:
         try:
-            found = measure(case, device)
+            figures = measure(case, device)
         except torch.OutOfMemoryError as error:
-            found = {"out_of_memory": str(error).splitlines()[0]}
-    return {"case": asdict(case), **found}
+            figures = {"out_of_memory": str(error).splitlines()[0]}
+    return {"case": asdict(case), **figures}
 
 
 if __name__ == "__main__":

@@ -92,9 +92,9 @@ def weights_sha(
         rows.append(row)
         sums.append([0, 0, 0])
         if parts:
-            found = WeightSums.of_parts([row], parts, local.device)
-            found.add(0, len(parts))
-            sums[-1:] = found.rows()
+            part_sums = WeightSums.of_parts([row], parts, local.device)
+            part_sums.add(0, len(parts))
+            sums[-1:] = part_sums.rows()
     return summary_of(rows, *ranks.gather(sums, "hashing the weights")).checksum
 
 

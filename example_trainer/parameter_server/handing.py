@@ -84,15 +84,15 @@ class SameSampling:
 
 
 class SameKernels:
-    """Lets in only servers with the kernels of a trainer in deterministic mode."""
+    """The check that every server runs the kernels of a trainer in deterministic mode."""
 
     def __init__(self) -> None:
-        self.wanted: Callable[[], Mapping[str, str] | None] = lambda: None
+        self.trainer_kernels: Callable[[], Mapping[str, str] | None] = lambda: None
         """Returns the kernels that the trainer named when it joined; None outside that mode."""
 
     def check(self, url: str, info: dict[str, Any]) -> None:
         """Raise PairingError if a server runs other kernels."""
-        kernels = self.wanted()
+        kernels = self.trainer_kernels()
         if kernels is not None:
             pair(kernels, info, url)
 

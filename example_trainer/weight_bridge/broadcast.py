@@ -182,8 +182,8 @@ class BroadcastBridge(WeightBridge):
         self._device = next(model.parameters()).device
         if geometry := getattr(model, "geometry", None):
             self.may_lack = frozen_sources(geometry)
-        known = [manifest for ranks in self._manifests.values() for manifest in ranks]
-        self.params_total = len(as_held(self._shapes, known, self.may_lack))
+        manifests = [manifest for ranks in self._manifests.values() for manifest in ranks]
+        self.params_total = len(as_held(self._shapes, manifests, self.may_lack))
         # Here and now, so that a port that is taken ends the start, not the first update.
         self._ranks.on_main("opening the rendezvous", self._open_store)
         own = self._ranks.gather(gpu_uuid(self._device), "naming the GPUs")

@@ -78,12 +78,12 @@ class Mixtures(Learning):
 
 def unknown_flags(variant: Variant) -> str | None:
     """The last line of simple_rl.py about flags that it does not take; None if it takes all."""
-    said = io.StringIO()
+    errors = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(errors):
             simple_rl.parse_arguments(list(variant.flags))
     except SystemExit:
-        return said.getvalue().strip().splitlines()[-1]
+        return errors.getvalue().strip().splitlines()[-1]
     return None
 
 
@@ -121,8 +121,8 @@ OPTIONS: Options = LEARNING | {
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = command_line(__doc__, OPTIONS).parse_args(arguments)
     whole = {"only": list(ARMS), "seeds": [0, 1, 2], "steps": 100, "model": Path("model")}
-    made = args.output / "model"
-    return completed(args, whole, whole | {"seeds": [0], "steps": 3, "model": made})
+    tiny_model = args.output / "model"
+    return completed(args, whole, whole | {"seeds": [0], "steps": 3, "model": tiny_model})
 
 
 def main(arguments: list[str] | None = None) -> int:

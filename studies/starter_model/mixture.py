@@ -124,11 +124,11 @@ def upcycled(
         return torch.randn(shape, generator=generator) * scale
 
     for name, tensor in dense.items():
-        found = _PROJECTION.fullmatch(name)
-        if found is None:
+        match = _PROJECTION.fullmatch(name)
+        if match is None:
             yield name, tensor
             continue
-        mlp, projection = found.groups()
+        mlp, projection = match.groups()
         scale = noise * float(tensor.float().std())
         for expert in range(experts):
             own = tensor.float() + random(tuple(tensor.shape), scale)

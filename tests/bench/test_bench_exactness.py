@@ -54,30 +54,30 @@ def test_flash_attentions_backward_gets_the_arguments_of_pytorchs_operation(
 ) -> None:
     schema = torch.ops.aten._flash_attention_backward.default._schema
     names = [argument.name for argument in schema.arguments]
-    given: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
 
     def backward(*arguments: Any, **named: Any) -> tuple[Any, ...]:
         assert torch.are_deterministic_algorithms_enabled()
-        given.update(dict(zip(names, arguments, strict=False)) | named)
+        passed.update(dict(zip(names, arguments, strict=False)) | named)
         return 1, 2, 3
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     q, packing = torch.ones(5, 4, 8), Packing([2, 3])
     lse = torch.zeros(4, 5)
-    made = flash_backward(q + 1, q, q[:, :2], q[:, 2:], q + 2, lse, packing, 0.25)
-    assert made == (1, 2, 3)
+    gradients = flash_backward(q + 1, q, q[:, :2], q[:, 2:], q + 2, lse, packing, 0.25)
+    assert gradients == (1, 2, 3)
     assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.equal(given["grad_out"], q + 1)
-    assert (given["max_q"], given["max_k"], given["is_causal"], given["scale"]) == (
+    assert torch.equal(passed["grad_out"], q + 1)
+    assert (passed["max_q"], passed["max_k"], passed["is_causal"], passed["scale"]) == (
         3,
         3,
         True,
         0.25,
     )
-    assert given["cum_seq_q"].tolist() == given["cum_seq_k"].tolist() == [0, 2, 5]
-    assert given["logsumexp"] is lse
+    assert passed["cum_seq_q"].tolist() == passed["cum_seq_k"].tolist() == [0, 2, 5]
+    assert passed["logsumexp"] is lse
     required = {argument.name for argument in schema.arguments if not argument.has_default_value()}
-    assert required <= given.keys()
+    assert required <= passed.keys()
 
 
 def test_only_the_third_way_replaces_the_backward_pass_of_attention() -> None:
@@ -99,11 +99,11 @@ def test_a_tiny_case_keeps_its_way() -> None:
 def test_each_mode_of_vllm_is_started_over_the_gpus_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    given: dict[str, Any] = {}
+    engine_options: dict[str, Any] = {}
 
     class Engine:
         def __init__(self, **options: Any) -> None:
-            given.update(options)
+            engine_options.update(options)
 
         def collective_rpc(self, name: str) -> list[str]:
             return [name]
@@ -120,6 +120,6 @@ def test_each_mode_of_vllm_is_started_over_the_gpus_that_were_asked_for(
     monkeypatch.setattr("vllm_patching.batch_invariant.mode.prepare_server", prepare)
     worker = rollout_worker.RolloutWorker(mode, "folder", tp=2)
     report = worker.load(max_model_len=64, max_num_seqs=4, cache_bytes=1 << 20)
-    assert given["tensor_parallel_size"] == 2
-    assert ("block_size" in given) == (mode == "ours")
+    assert engine_options["tensor_parallel_size"] == 2
+    assert ("block_size" in engine_options) == (mode == "ours")
     assert ("self_test" in report) == (mode == "ours")

@@ -109,22 +109,25 @@ class Layouts(Sitting):
         if not self.on_gpu:
             cell = TINY_CELL
         ask = partial(trainer.ask, "cell", timeout=CELL_SECONDS, **cell)
-        found = self.results.measure("cells", name, run=ask)
-        if found is not None:
-            first = found["first"] or ""
-            print(f"        {found['mismatched']} of {found['tokens']} differ  {first}", flush=True)
+        figures = self.results.measure("cells", name, run=ask)
+        if figures is not None:
+            first = figures["first"] or ""
+            print(
+                f"        {figures['mismatched']} of {figures['tokens']} differ  {first}",
+                flush=True,
+            )
             self.results.put("total", value=total(self.results.data))
 
 
 def compared(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Figures of every comparison that was made, by the cell's name."""
-    return {name: found for name, found in data.get("cells", {}).items() if "mismatched" in found}
+    return {name: cell for name, cell in data.get("cells", {}).items() if "mismatched" in cell}
 
 
 def total(data: dict[str, Any]) -> dict[str, int]:
     """Tokens that were compared, and how many of them differ, without the control."""
-    counted = [found for name, found in compared(data).items() if name != CONTROL]
-    return {key: sum(found[key] for found in counted) for key in ("tokens", "mismatched")}
+    counted = [cell for name, cell in compared(data).items() if name != CONTROL]
+    return {key: sum(cell[key] for cell in counted) for key in ("tokens", "mismatched")}
 
 
 def judged(data: dict[str, Any], on_gpu: bool) -> list[str]:
@@ -133,16 +136,16 @@ def judged(data: dict[str, Any], on_gpu: bool) -> list[str]:
     """
     if not on_gpu:
         return []
-    found = compared(data)
+    cells = compared(data)
     failures = [
         f"{name}: {cell['mismatched']} of {cell['tokens']} tokens differ"
-        for name, cell in found.items()
+        for name, cell in cells.items()
         if name != CONTROL and cell["mismatched"]
     ]
     tokens = total(data)["tokens"]
     if tokens < LEAST_TOKENS:
         failures.append(f"{tokens} tokens compared, at least {LEAST_TOKENS} wanted")
-    if CONTROL not in found or not found[CONTROL]["mismatched"]:
+    if CONTROL not in cells or not cells[CONTROL]["mismatched"]:
         failures.append("the control shows no difference, so the comparison proves nothing")
     return failures
 
@@ -151,12 +154,12 @@ def report(data: dict[str, Any]) -> str:
     """The table of a results file."""
     shown = ("tokens", "mismatched", "preemptions", "prefix_cache_hits")
     rows = [
-        [name, *(found[key] for key in shown), f"{found['max_difference']:.3g}"]
-        for name, found in compared(data).items()
+        [name, *(cell[key] for key in shown), f"{cell['max_difference']:.3g}"]
+        for name, cell in compared(data).items()
     ]
-    found = total(data)
+    sums = total(data)
     text = table(["cell", "tokens", "differ", "preempted", "cached", "max"], rows)
-    return f"{text}\n\n{found['tokens']} tokens compared, {found['mismatched']} differ"
+    return f"{text}\n\n{sums['tokens']} tokens compared, {sums['mismatched']} differ"
 
 
 OPTIONS: Options = {

@@ -224,9 +224,9 @@ def mixed(dtype: torch.dtype, totals: bool) -> Result:
 
     table: Any = SimpleNamespace(experts=experts)
     sizes = Sizes((80, 1, 60), hidden=144, inner=136)
-    found = errors("experts", sizes, dtype, DEVICE, ops=table, totals=totals)
-    return max(found.values()) <= KERNEL_LIMIT[dtype], ", ".join(
-        f"{key} {error:.1e}" for key, error in found.items()
+    differences = errors("experts", sizes, dtype, DEVICE, ops=table, totals=totals)
+    return max(differences.values()) <= KERNEL_LIMIT[dtype], ", ".join(
+        f"{key} {error:.1e}" for key, error in differences.items()
     )
 
 
@@ -406,17 +406,17 @@ def kernel_checks(dtype: torch.dtype) -> Checks:
 
 def mixture_checks(dtype: torch.dtype) -> Checks:
     """Routers, experts and their sums."""
-    found: Checks = {"sum over slots": partial(added_slots, dtype)}
+    checks: Checks = {"sum over slots": partial(added_slots, dtype)}
     for tokens, experts, count in ((1, 4, 2), (70, 6, 6), (33, 128, 8)):
         name = f"router, {count} of {experts}, {tokens} tokens"
-        found[name] = partial(routed, dtype, tokens, experts, count)
+        checks[name] = partial(routed, dtype, tokens, experts, count)
     # A GPU has the grouped product in 16 bits alone, and the interpreter has no such products.
     if (DEVICE == "cpu") == (dtype == torch.float32):
-        found["grouped product"] = partial(grouped, dtype, 50)
+        checks["grouped product"] = partial(grouped, dtype, 50)
         for totals in (False, True):
             name = f"experts, {'summed' if totals else 'by autograd'}"
-            found[name] = partial(mixed, dtype, totals)
-    return found
+            checks[name] = partial(mixed, dtype, totals)
+    return checks
 
 
 def rotation_checks(dtype: torch.dtype) -> Checks:

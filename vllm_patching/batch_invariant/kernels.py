@@ -96,7 +96,7 @@ def _route(  # type: ignore[no-untyped-def]
     values = tl.load(logits + row * stride + column, mask=live, other=-float("inf")).to(tl.float32)
     grown = tl.exp(values - tl.max(values, axis=0))
     chances = tl.where(live, grown / tl.sum(grown, axis=0), -1.0)
-    found = tl.zeros((SLOTS,), dtype=tl.float32)
+    highest = tl.zeros((SLOTS,), dtype=tl.float32)
     numbers = tl.zeros((SLOTS,), dtype=tl.int64)
     total = 0.0
     for turn in range(COUNT):
@@ -104,13 +104,13 @@ def _route(  # type: ignore[no-untyped-def]
         number = tl.min(tl.where(chances == best, column, BLOCK), axis=0)
         # A row of NaN has no best one, and its number must still be an expert's.
         number = tl.minimum(number, EXPERTS - 1)
-        found = tl.where(slot == turn, best, found)
+        highest = tl.where(slot == turn, best, highest)
         numbers = tl.where(slot == turn, number.to(tl.int64), numbers)
         chances = tl.where(column == number, -1.0, chances)
         total += best
     if RENORMALISED:
-        found = found / total
-    tl.store(weights + row * COUNT + slot, found, mask=slot < COUNT)
+        highest = highest / total
+    tl.store(weights + row * COUNT + slot, highest, mask=slot < COUNT)
     tl.store(chosen + row * COUNT + slot, numbers, mask=slot < COUNT)
 
 

@@ -213,9 +213,9 @@ def first_difference(
         if count:
             again = operation(slice(start, start + size))
             where = describe_difference(again, whole[start : start + size])
-            said = f"of {size} rows by themselves and {against}, {count} values differ"
+            comparison = f"of {size} rows by themselves and {against}, {count} values differ"
             cause = "depends on the batch" if expected is None else "depends on the layout"
-            return f"{name} {cause}: {said}, {where}"
+            return f"{name} {cause}: {comparison}, {where}"
     return ""
 
 
@@ -236,11 +236,11 @@ def _all_operations(model: Any, layer: Any, ranks: int) -> Iterator[tuple[Any, .
     if hasattr(layer.mlp, "gate_up_proj"):
         weights["gate_up_proj"] = layer.mlp.gate_up_proj.weight.data
     rows = {"lm_head": HEAD_ROWS}
-    given = {
+    products = {
         name: (weight, random_rows(rows.get(name, ROWS), weight.shape[1], like=weight, seed=30))
         for name, weight in weights.items()
     }
-    yield from width_checks(given, ranks)
+    yield from width_checks(products, ranks)
     weight = layer.self_attn.o_proj.weight.data
     x = random_rows(ROWS, weight.shape[1], like=weight, seed=31)
     yield row_check("o_proj", weight, x, ranks)

@@ -43,12 +43,12 @@ def from_wire(word: object) -> npt.NDArray[np.int64]:
         ExpertsError: the word is not one that `to_wire` writes.
     """
     head, colon, data = word.partition(":") if isinstance(word, str) else ("", "", "")
-    found = _HEAD.fullmatch(head)
-    if found is None or not colon:
+    match = _HEAD.fullmatch(head)
+    if match is None or not colon:
         raise ExpertsError(
             f"{word!r:.40} does not begin with layers, experts and bytes of a number"
         )
-    layers, count, width = map(int, found.groups())
+    layers, count, width = map(int, match.groups())
     try:
         raw = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -75,42 +75,42 @@ def learn_while_loading(model: nn.Module, model_config: Any) -> Iterator[None]:
         with _experts_unmoved(model, model_config.hf_config):
             yield
         return
-    _learned[model] = found = _Learned()
+    _learned[model] = learned = _Learned()
     name = _name(model_config.hf_config)
     try:
         _refuse_quantised(model_config)
         folder = _folder(model_config)
         headers = checkpoint_headers(folder)
     except LayoutError as error:
-        found.reason = str(error)
+        learned.reason = str(error)
         yield
         return
     try:
         layout, weights = learn_layout(model, headers), ProcessedWeights(model)
     except LayoutError as error:
-        found.reason = str(error)
+        learned.reason = str(error)
     yield
     try:
-        if not found.reason:
+        if not learned.reason:
             derived = _unmoved(layout, weights)
-            found.recompute = recomputation(derived, model_config.dtype)
-            found.layout = layout
+            learned.recompute = recomputation(derived, model_config.dtype)
+            learned.layout = layout
             _report(name, layout, list(derived))
             return
     except LayoutError as error:
-        found.reason = str(error)
+        learned.reason = str(error)
     try:
-        found.reloaded = ReloadedModel(
+        learned.reloaded = ReloadedModel(
             model, folder, headers, model_config.dtype, reloader(model, model_config)
         )
     except LayoutError as error:
-        found.reason = f"{found.reason}; and {error}"
+        learned.reason = f"{learned.reason}; and {error}"
         return
     logger.warning(
         "[vLLM Patch] Updates of %s go through vLLM's loader, from a copy of the whole checkpoint "
         "on each rank: %s",
         name,
-        found.reason,
+        learned.reason,
     )
 
 
@@ -123,10 +123,10 @@ def _experts_unmoved(model: nn.Module, config: Any) -> Iterator[None]:
         return
     weights = ProcessedWeights(model)
     yield
-    found = _learned[model] = _Learned()
+    learned = _learned[model] = _Learned()
     changed = weights.changed(weights.sums)
     if changed:
-        found.reason = (
+        learned.reason = (
             f"vLLM stores {len(changed)} parameters otherwise than it loads them "
             f"({_some(changed)}); start the server with --moe-backend triton, whose kernels "
             "take them as they are loaded"
@@ -173,24 +173,24 @@ def layout_of(model: nn.Module, config: Any, rank: int, size: int) -> ModelLayou
         LayoutError: updates cannot be written into this model.
     """
     parameters = own_parameters(model)
-    found = _learned.get(model) or _Learned(
+    learned = _learned.get(model) or _Learned(
         reason="vLLM's loader was not seen; start the server with --load-format auto"
     )
     if is_planned(config):
         geometry = Geometry.from_config(config.to_dict())
-        if geometry.sparse_layers and found.reason:
-            raise LayoutError(f"{_name(config)} cannot be updated: {found.reason}")
+        if geometry.sparse_layers and learned.reason:
+            raise LayoutError(f"{_name(config)} cannot be updated: {learned.reason}")
         return ModelLayout(build_manifest(geometry, parameters, rank, size), parameters)
-    if found.reloaded is not None:
-        tensors: Mapping[str, torch.Tensor] = found.reloaded.tensors
-        shards: Sequence[LearnedShard] = found.reloaded.shards()
-        recompute: Callable[[], str] | None = found.reloaded.update
-    elif found.layout is not None:
+    if learned.reloaded is not None:
+        tensors: Mapping[str, torch.Tensor] = learned.reloaded.tensors
+        shards: Sequence[LearnedShard] = learned.reloaded.shards()
+        recompute: Callable[[], str] | None = learned.reloaded.update
+    elif learned.layout is not None:
         held = {**parameters, **dict(model.named_buffers())}
-        shards, recompute = found.layout.shards, found.recompute
+        shards, recompute = learned.layout.shards, learned.recompute
         tensors = {shard.name: held[shard.name] for shard in shards}
     else:
-        raise LayoutError(f"{_name(config)} cannot be updated: {found.reason}")
+        raise LayoutError(f"{_name(config)} cannot be updated: {learned.reason}")
     entries = tuple(
         ManifestEntry(shard, dtype_name(tensors[shard.name].dtype), str(tensors[shard.name].device))
         for shard in shards

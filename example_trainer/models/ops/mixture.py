@@ -23,12 +23,12 @@ from vllm_patching.batch_invariant import ops
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, count: int, renormalised: bool, given: Tensor | None
+        ctx: Any, logits: Tensor, count: int, renormalised: bool, replayed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if given is None:
+        if replayed is None:
             weights, chosen = ops.route(logits, count, renormalised)
         else:
-            weights, chosen = _chances(logits).gather(1, given), given.clone()
+            weights, chosen = _chances(logits).gather(1, replayed), replayed.clone()
             if renormalised:
                 weights = weights / _over_slots(weights)
         ctx.save_for_backward(logits, weights, chosen)

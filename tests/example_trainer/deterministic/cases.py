@@ -117,8 +117,8 @@ def row_linear_case(d: Draws, ops: Operations) -> Case:
     inputs = biased_linear_case(d, ops).inputs
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor, **totals: Total) -> Tensor:
-        given = totals.get("weight_total"), totals.get("bias_total")
-        return ops.row_linear(x, weight, bias, Split(), 2, d.packing, *given)
+        own_totals = totals.get("weight_total"), totals.get("bias_total")
+        return ops.row_linear(x, weight, bias, Split(), 2, d.packing, *own_totals)
 
     return Case(inputs, ours, lambda x, w, b: x @ w.T + b)
 
@@ -375,8 +375,8 @@ def experts_case(d: Draws, ops: Operations, parts: int = 1) -> Case:
     chosen = ranks[:, :CHOICES].to(d.device)
 
     def ours(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, **totals: Total) -> Tensor:
-        given = totals.get("gate_up_total"), totals.get("down_total")
-        return ops.experts(x, weights, chosen, gate_up, down, d.packing, given, parts=parts)
+        own_totals = totals.get("gate_up_total"), totals.get("down_total")
+        return ops.experts(x, weights, chosen, gate_up, down, d.packing, own_totals, parts=parts)
 
     def formula(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         gate, up = torch.einsum("eoh,th->teo", gate_up, x).chunk(2, dim=-1)

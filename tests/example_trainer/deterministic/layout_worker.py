@@ -163,10 +163,10 @@ def check_gradients(ranks: Ranks, kind: str, folder: Path) -> None:
             model, optimizer, [mine], options, objective, StopSignal(), parity=parity
         ).accumulate(0)
     assert bool(reduced) == (not kind.startswith("tensor")), "FSDP2 adds in an order of its own"
-    expected, found = alone.gradients(), spread.optimizer.gradients()
-    assert found.keys() == expected.keys()
-    spread.model.shards.complete(found)
-    for name, local in found.items():
+    expected, gradients = alone.gradients(), spread.optimizer.gradients()
+    assert gradients.keys() == expected.keys()
+    spread.model.shards.complete(gradients)
+    for name, local in gradients.items():
         gradient = spread.model.shards.whole(name, local)
         error = float((gradient - expected[name]).norm() / expected[name].norm())
         assert error < 2e-5, f"{name} differs by {error}"
@@ -224,8 +224,8 @@ def main(ranks: Ranks, kind: str, folder: Path, steps: int, fault: str) -> None:
             if ranks.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             spread.step(batch)
-        found = spread.step(batch)
-        hashes[str(optimizer.steps)] = found
+        digest = spread.step(batch)
+        hashes[str(optimizer.steps)] = digest
         if fault == "kill":
             path = checkpoints.begin(spread.model, optimizer, {})
             checkpoints.wait()

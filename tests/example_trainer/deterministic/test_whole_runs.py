@@ -77,8 +77,8 @@ class Run:
         words = [
             word for name, value in (common | options).items() for word in (f"--{name}", str(value))
         ]
-        told = {"do": "grpo", "arguments": [*words, "--deterministic", *flags]}
-        pid = self.starter.tell(**told, folder=str(self.folder), **death)["pid"]
+        message = {"do": "grpo", "arguments": [*words, "--deterministic", *flags]}
+        pid = self.starter.tell(**message, folder=str(self.folder), **death)["pid"]
         return int(self.starter.tell(do="wait", pid=pid)["status"])
 
     def to_servers(self) -> dict[str, Any]:
@@ -90,11 +90,11 @@ class Run:
         rows = {
             row["weight_version"]: row for row in json_rows(self.folder / "logs" / "metrics.jsonl")
         }
-        found = [rows[step] for step in sorted(rows)]
-        assert [(row["mismatched_tokens"], row["max_logprob_difference"]) for row in found] == [
+        ordered = [rows[step] for step in sorted(rows)]
+        assert [(row["mismatched_tokens"], row["max_logprob_difference"]) for row in ordered] == [
             (0, 0)
-        ] * len(found)
-        return found
+        ] * len(ordered)
+        return ordered
 
     def learned(self) -> str:
         """The figures of each step, and the digest of the last weights."""
@@ -203,8 +203,8 @@ def test_through_a_parameter_server_no_token_differs(
         "--model-name", str(model), "--port", str(holder.port), "--device", "cpu", "--vllm-servers",
         f"127.0.0.1:{run.servers[0].port}", "--log-dir", str(run.folder),
     ]  # fmt: skip
-    told = {"arguments": arguments, "folder": str(run.folder), "environment": {}}
-    holder.pid = starter.tell(do="parameter server", **told)["pid"]
+    message = {"arguments": arguments, "folder": str(run.folder), "environment": {}}
+    holder.pid = starter.tell(do="parameter server", **message)["pid"]
     until(lambda: holder.get("/weights") is not None)
     options = {
         "weight-bridge-mode": "parameter_server",

@@ -129,7 +129,7 @@ def main(dtype: torch.dtype, path: Path) -> None:
     with join_ranks(60, torch.device("cpu")) as joined:
         rank = joined.rank
         groups = {n: dist.new_group(list(range(n))) for n in (1, 2, 4)}
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name, geometry in MODELS.items():
             comparison = Comparison(geometry, dtype, rank, groups)
             for parts in groups:
@@ -140,12 +140,12 @@ def main(dtype: torch.dtype, path: Path) -> None:
                 for ranks in SumPlan(parts).trainer_ranks():
                     if rank < ranks:
                         comparison.compare(sampled, parts, ranks)
-            found[name] = {
+            results[name] = {
                 "differing": comparison.differing,
                 "errors": comparison.errors,
                 "changed by the plan": plans_differ(comparison),
             }
-        (path / f"rank{rank}.json").write_text(json.dumps(found))
+        (path / f"rank{rank}.json").write_text(json.dumps(results))
         joined.barrier("the end")
 
 

@@ -96,15 +96,15 @@ def test_the_choice_of_experts_can_be_given_and_read(make_checkpoint: MakeCheckp
     def replay(
         layer: int, logits: torch.Tensor, packing: Packing, choose: Choose
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return choose(logits, chosen=given[layer])
+        return choose(logits, chosen=replayed[layer])
 
     plain = model(tokens, packing)
     model.arithmetic.routing = record
     assert torch.equal(model(tokens, packing), plain)
     assert {layer: chosen.shape for layer, chosen in seen.items()} == {1: (30, 1)}
-    model.arithmetic.routing, given = replay, dict(seen)
+    model.arithmetic.routing, replayed = replay, dict(seen)
     assert torch.equal(model(tokens, packing), plain)
-    given = {layer: (chosen + 1) % 4 for layer, chosen in seen.items()}
+    replayed = {layer: (chosen + 1) % 4 for layer, chosen in seen.items()}
     assert not torch.allclose(model(tokens, packing), plain)
 
 

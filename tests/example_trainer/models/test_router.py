@@ -68,8 +68,8 @@ def test_the_gradient_is_that_of_the_definitions(
     loss = balance * balance_loss(logits.softmax(-1).mean(0), shares) + z * z_loss(logits)
     (expected,) = torch.autograd.grad(loss, logits)
     count = torch.tensor(float(tokens), dtype=torch.float64)
-    found = loss_gradient(logits.detach(), shares, count, RouterLosses(balance, z))
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    gradient = loss_gradient(logits.detach(), shares, count, RouterLosses(balance, z))
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-10)
 
 
 @given(

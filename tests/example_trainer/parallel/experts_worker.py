@@ -101,20 +101,20 @@ def check_layer(
     mine = slice(start, start + counts[rank])
     run(whole, slice(None), torch.cat(chosen), everything)
     run(spread, mine, chosen[rank], lengths_of(rank))
-    (y, dx, d_weights), (found, found_dx, found_d_weights) = results
-    assert torch.equal(found, y[mine]), f"{kind}, {dtype}: outputs are not those of one rank"
+    (y, dx, d_weights), (own_y, own_dx, own_d_weights) = results
+    assert torch.equal(own_y, y[mine]), f"{kind}, {dtype}: outputs are not those of one rank"
     close = {"atol": 2e-5, "rtol": 2e-5}
     if dtype == torch.bfloat16:
         close = {"atol": 0.1, "rtol": 0.03}
-    torch.testing.assert_close(found_dx, dx[mine], **close)
-    torch.testing.assert_close(found_d_weights, d_weights[mine], **close)
+    torch.testing.assert_close(own_dx, dx[mine], **close)
+    torch.testing.assert_close(own_d_weights, d_weights[mine], **close)
     for one, all_of_them in (
         (spread.w13_weight, whole.w13_weight),
         (spread.w2_weight, whole.w2_weight),
     ):
         torch.testing.assert_close(one.grad, all_of_them.grad[part], **close)
     run(spread, mine, chosen[rank], lengths_of(rank))
-    assert torch.equal(results[-1][1], found_dx), "a second pass has another gradient"
+    assert torch.equal(results[-1][1], own_dx), "a second pass has another gradient"
 
 
 def check_kept(ranks: Ranks, dtype: torch.dtype, table: Table) -> None:
@@ -151,8 +151,8 @@ def check_kept(ranks: Ranks, dtype: torch.dtype, table: Table) -> None:
         GEOMETRY, dtype, tokens, tokens, table, world_size=ranks.world_size,
         expert_parallel=ranks.world_size,
     )  # fmt: skip
-    planned, found = exchanged_bytes(request), (kept[1] - kept[0]) / tokens
-    assert abs(found - planned) < 2, f"{table}: keeps {found}, the plan has {planned}"
+    planned, kept_bytes = exchanged_bytes(request), (kept[1] - kept[0]) / tokens
+    assert abs(kept_bytes - planned) < 2, f"{table}: keeps {kept_bytes}, the plan has {planned}"
 
 
 def loaded(ranks: Ranks, folder: Path, count: int, dtype: torch.dtype) -> tuple[Decoder, Decoder]:

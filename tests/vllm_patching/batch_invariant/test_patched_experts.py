@@ -119,5 +119,5 @@ def test_vllms_block_of_experts_calls_our_functions(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         command = [sys.executable, "-c", LAYER, str(tmp_path)]
         process = start_unguarded(command, log.fileno(), os.environ, ROOT, "vllm")
-    status, said = process.wait(180), (tmp_path / "log").read_text()
-    assert (status, "REPLACED 4" in said) == (0, True), said[-3000:]
+    status, text = process.wait(180), (tmp_path / "log").read_text()
+    assert (status, "REPLACED 4" in text) == (0, True), text[-3000:]

@@ -32,13 +32,15 @@ RESULTS = PAGE.parents[1] / "bench" / "results"
 @cache
 def architectures_on_gpus() -> frozenset[str]:
     """Return the architectures that a results file of a machine with GPUs and vLLM names."""
-    found = set()
+    architectures = set()
     for path in RESULTS.glob("*.json"):
         data = json.loads(path.read_text(encoding="utf-8"))
         machine = data.get("machine") or {}
         if machine.get("gpus") and machine.get("vllm", "not installed") != "not installed":
-            found |= {name for shape in shapes_in(data) for name in SHAPES[shape]["architectures"]}
-    return frozenset(found)
+            architectures |= {
+                name for shape in shapes_in(data) for name in SHAPES[shape]["architectures"]
+            }
+    return frozenset(architectures)
 
 
 def shapes_in(data: Any) -> Iterator[str]:
