@@ -591,9 +591,10 @@ class ServerPool(InferenceCalls):
             try:
                 async with self.track_request(server), server.slots(split):
                     began = time.monotonic()
-                    answer = await getattr(server, method)(
-                        **{"model": await server.model(), **fields}
-                    )
+                    own: dict[str, Any] = {"model": await server.model()}
+                    if method == "_generate_wrapper" and split == "train":
+                        own |= await server.training_fields()
+                    answer = await getattr(server, method)(**{**own, **fields})
                 require_whole(answer)
             except (EnvironmentFailure, RolloutFailure, NotImplementedError):
                 raise
@@ -1131,6 +1132,10 @@ class APIServer(InferenceCalls):
             "use a vLLM server with /generate and --openai.server_type vllm"
         )
 
+    async def training_fields(self) -> dict[str, Any]:
+        """Return fields that `generate` adds to a request whose answer may be trained on."""
+        return {}
+
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         answer = await self._tokens_and_logprobs_completion_wrapper(**kwargs)
         return Generation(*answer, sampling=sampling_of(kwargs, len(answer[1])))
@@ -1364,6 +1369,12 @@ class VLLMServer(OpenAIRoutes):
 
     async def health(self) -> HealthReport:
         """Poll GET /weights, or GET /health on servers without that route."""
+        report = await self._report()
+        if report.wrong:
+            self._options = None  # it may come back with other ones
+        return report
+
+    async def _report(self) -> HealthReport:
         if not (self.reports_weights and self.config.health_check):
             return await super().health()
         try:
@@ -1381,6 +1392,14 @@ class VLLMServer(OpenAIRoutes):
 
     async def probe(self) -> str | None:
         return await self._fault_of("/health", good=range(200, 201))
+
+    async def training_fields(self) -> dict[str, Any]:
+        """Ask for the experts of each token if the server keeps them: it is started so for a
+        trainer that replays them.
+        """
+        if "routed_experts" in await self._generate_options():
+            return {"routed_experts": True}
+        return {}
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         prompt_tokens = self._prompt_tokens(kwargs)
@@ -1412,7 +1431,7 @@ class VLLMServer(OpenAIRoutes):
 
     async def _generate_options(self) -> list[str]:
         """Return the options of /generate that GET /sampling lists; none on servers without that
-        route. Asked once.
+        route. Asked once, and again after the server was away.
         """
         if self._options is None:
             response = await self.http.get("/sampling", timeout=PROBE_TIMEOUT)
@@ -1588,6 +1607,7 @@ def parse_generation(prompt_tokens: list[int], answer: dict[str, Any]) -> Genera
         weight_versions=answer.get("weight_versions"),
         weight_epochs=answer.get("weight_epochs"),
         weight_spans=spans_of(answer.get("weight_version_spans"), answer.get("weight_epoch_spans")),
+        routed_experts=answer.get("routed_experts"),
     )
 
 

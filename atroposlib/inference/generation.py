@@ -68,6 +68,7 @@ NEUTRAL_FIELDS = frozenset(
             "prompt_logprobs",
             "prompt_token_logprobs",
             "flat_logprobs",
+            "routed_experts",
         ),
         *(
             "return_logprob",
@@ -398,6 +399,9 @@ class Generation:
             server does not report them.
         sampling: per completion, the parameters that it was sampled with; None where they are not
             known.
+        routed_experts: per completion, the experts of each token of prompt and completion but the
+            last, as one word; None where the server does not answer them. See
+            `atroposlib.inference.routed_experts`.
     """
 
     prompt_tokens: list[int]
@@ -409,6 +413,7 @@ class Generation:
     weight_epochs: list[int] | None = None
     weight_spans: list[list[Span]] | None = None
     sampling: list[Sampling] | None = None
+    routed_experts: list[str] | None = None
 
 
 def weights_of(

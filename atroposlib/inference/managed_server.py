@@ -55,6 +55,7 @@ from atroposlib.inference.generation import (
     weights_of,
 )
 from atroposlib.inference.responses import ToolCallTranslator, opened_by
+from atroposlib.inference.routed_experts import checked, continued_experts
 from atroposlib.wire import PROMPT_LOGPROB, PROMPT_MASK
 
 
@@ -72,6 +73,8 @@ class SequenceNode(BaseModel):
         weight_spans: the weights of all its sampled tokens, in their order, if known of every one.
         sampling: with which parameters its sampled tokens were sampled, in their order, if known of
             every one.
+        routed_experts: the experts of each token but the last, as one word, if known of every turn;
+            see `atroposlib.inference.routed_experts`.
         metadata: of the last completion: `finish_reason`, `answer_id`, its `index` among that
             answer's choices, and `opened`: what its prompt opened, such as `<think>`, if anything;
             see `atroposlib.inference.responses`.
@@ -85,6 +88,7 @@ class SequenceNode(BaseModel):
     weight_epoch: int | None = None
     weight_spans: list[Span] | None = None
     sampling: list[SamplingSpan] | None = None
+    routed_experts: str | None = None
     metadata: dict[str, Any] | None = None
 
     @property
@@ -96,8 +100,8 @@ class SequenceNode(BaseModel):
 
 
 def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
-    """Return the fields of a group with the weights, sampling parameters and finish reasons of its
-    sequences.
+    """Return the fields of a group with the weights, sampling parameters, finish reasons and routed
+    experts of its sequences.
 
     Args:
         nodes: one for each sequence of the group, in its order.
@@ -112,7 +116,11 @@ def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
         fields = weight_fields(weights, [node.weight_spans for node in nodes])
     sampling = [to_wire(node.sampling) if node.sampling else None for node in nodes]
     reasons = [(node.metadata or {}).get("finish_reason") for node in nodes]
-    group_fields: dict[str, list[Any]] = {"sampling_params": sampling, "finish_reasons": reasons}
+    group_fields: dict[str, list[Any]] = {
+        "sampling_params": sampling,
+        "finish_reasons": reasons,
+        "routed_experts": [node.routed_experts for node in nodes],
+    }
     fields.update(
         {
             name: values
@@ -332,8 +340,8 @@ class SequenceTracker:
             exchanges: one for each completion, where the prompt is a chat.
 
         Raises:
-            ValueError: a completion's tokens and logprobs do not line up, or its spans do not cover
-                its tokens.
+            ValueError: a completion's tokens and logprobs do not line up, or its spans or experts do
+                not cover its tokens.
         """
         self.abandon(request)
         source, beginning = request.source, beginning_of(request, generation.prompt_tokens)
@@ -396,6 +404,8 @@ class Beginning:
         turns: the turns that it holds token for token.
         turn: the turn that the request continues.
         spans, sampling: see `Turn`.
+        kept: tokens of the prompt that the earlier sequence has; 0 if it continues none.
+        routed_experts: of the earlier sequence; see `SequenceNode`.
     """
 
     tokens: list[int]
@@ -405,6 +415,8 @@ class Beginning:
     turn: Turn | None
     spans: list[Span] | None
     sampling: list[SamplingSpan] | None
+    kept: int = 0
+    routed_experts: str | None = None
 
 
 def beginning_of(request: Prompt, tokens: list[int]) -> Beginning:
@@ -416,7 +428,10 @@ def beginning_of(request: Prompt, tokens: list[int]) -> Beginning:
     masks[: turn.tokens] = source.node.masked_tokens[: turn.tokens]
     logprobs[: turn.tokens] = source.node.logprobs[: turn.tokens]
     turns = [earlier for earlier in source.turns if earlier.tokens <= turn.tokens]
-    return Beginning(tokens, masks, logprobs, turns, turn, turn.spans, turn.sampling)
+    experts = source.node.routed_experts
+    return Beginning(
+        tokens, masks, logprobs, turns, turn, turn.spans, turn.sampling, turn.tokens, experts
+    )
 
 
 def checked_spans(generation: Generation) -> list[list[Span] | None]:
@@ -468,6 +483,41 @@ def completed_node(
             None if spans is None or beginning.spans is None else joined(beginning.spans, spans)
         ),
         sampling=continued(beginning.sampling, parameters, len(output)),
+        routed_experts=experts_of(generation, index, beginning),
+    )
+
+
+def experts_of(generation: Generation, index: int, beginning: Beginning) -> str | None:
+    """Return the experts of a prompt and one completion; None if those of a turn are not known.
+
+    Tokens of an earlier turn keep the experts that they were sampled with. The last answer has the
+    experts with which the server read them again.
+
+    Raises:
+        ExpertsError: the answer has the experts of other tokens.
+    """
+    words, earlier, kept = generation.routed_experts, beginning.routed_experts, beginning.kept
+    if words is None:
+        if earlier is not None:
+            say_that_experts_are_missing()
+        return None
+    length = len(beginning.tokens) + len(generation.output_tokens[index])
+    answered = checked(words[index], length - 1)
+    if not kept:
+        return words[index]
+    if earlier is None:
+        say_that_experts_are_missing()
+        return None
+    return continued_experts(earlier, answered, kept - 1).to_wire()
+
+
+@cache
+def say_that_experts_are_missing() -> None:
+    """Log it once for each process."""
+    logger.warning(
+        "a conversation is posted without routed_experts, because only some of its turns were "
+        "answered with them, and a trainer with --router-replay leaves its group out: start every "
+        "vLLM server with --enable-return-routed-experts. Logged once"
     )
 
 

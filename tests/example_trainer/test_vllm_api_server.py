@@ -67,6 +67,8 @@ EXPECTED = {
     "port in use": "cannot listen on port ",
     "pipeline": "--pipeline-parallel-size 2 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: only tensor parallelism",
     "sleep": "sleep mode moves the weights' memory",
+    "experts on ranks": "--enable-expert-parallel True cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: it gives each "
+    "rank whole experts, and the bridge sends a part of every expert; leave it out",
     "quantization": "quantised weights differ from the trainer's",
     "deterministic": "--deterministic needs an NVIDIA GPU",
     "lora": "--enable-lora cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1",
@@ -91,6 +93,7 @@ def command_lines(good: list[str]) -> dict[str, list[str]]:
         "unknown flag": [*good, "--tensor-parallel-sise", "2"],
         "pipeline": [*good, "--pipeline-parallel-size", "2"],
         "sleep": [*good, "--enable-sleep-mode"],
+        "experts on ranks": [*good, "--tensor-parallel-size", "2", "--enable-expert-parallel"],
         "quantization": [*good, "--quantization", "fp8"],
         "deterministic": [*good, "--deterministic"],
         "developers": [developers, *good],

@@ -169,6 +169,11 @@ def refuse_what_moves_weights(args: argparse.Namespace) -> None:
             "vLLM's own way of updating weights would overwrite the trainer's unseen",
         ),
         "enable_eplb": (False, "balancing experts moves weights"),
+        "enable_expert_parallel": (
+            False,
+            "it gives each rank whole experts, and the bridge sends a part of every expert; leave it "
+            "out, and --tensor-parallel-size splits the experts",
+        ),
         "enable_elastic_ep": (False, "replicas that come and go would miss updates"),
         **_SPREAD_REPLICAS,
         "data_parallel_size_local": (args.data_parallel_size, _ONE_FRONT_END),

@@ -20,7 +20,12 @@ from pydantic import BaseModel
 
 from vllm_patching.compat.engine import engine_is_dead
 from vllm_patching.compat.outputs import output_token_counts
-from vllm_patching.compat.requests import caller_errors, logprobs_mode, tokenizer_of
+from vllm_patching.compat.requests import (
+    caller_errors,
+    logprobs_mode,
+    returns_routed_experts,
+    tokenizer_of,
+)
 from vllm_patching.protocol.messages import (
     AbortBody,
     BeginBody,
@@ -322,8 +327,11 @@ def _add_engine_routes(router: APIRouter, service: LockstepService) -> None:
     async def sampling() -> JSONResponse:
         if service.engine is None:
             return _error(503, LOADING)
+        options = list(GENERATE_OPTIONS)
+        if returns_routed_experts(service.engine):
+            options.append("routed_experts")
         return JSONResponse(
-            {"logprobs_mode": logprobs_mode(service.engine), "generate_options": GENERATE_OPTIONS}
+            {"logprobs_mode": logprobs_mode(service.engine), "generate_options": options}
         )
 
     @router.get("/vocabulary")

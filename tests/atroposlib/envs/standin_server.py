@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import random
 import re
+from base64 import b64encode
 from typing import Any
 
 import uvicorn
@@ -144,6 +145,9 @@ class Standin:
             "weight_versions": [version] * len(texts),
             "weight_version_spans": [[[version, len(row)]] for row in token_ids],
         }
+        if request.get("routed_experts"):
+            number = len(self.state["requests"]) % 100
+            answer["routed_experts"] = [routed(number, len(ids) + len(row)) for row in token_ids]
         if self.state["epoch"] is not None:
             answer["weight_epochs"] = [self.state["epoch"]] * len(texts)
         if request.get("token_logprobs"):
@@ -155,6 +159,12 @@ class Standin:
                 [[{str(t): -0.25 - 0.001 * i}] for i, t in enumerate(row)] for row in token_ids
             ]
         return answer
+
+
+def routed(number: int, tokens: int) -> str:
+    """Return the experts of a sequence, in two layers: those of each token name the request."""
+    row = bytes([number, 100 + number]) * 2
+    return f"2x2x1:{b64encode(row * (tokens - 1)).decode()}"
 
 
 def health() -> Response:

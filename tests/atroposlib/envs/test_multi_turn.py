@@ -26,6 +26,7 @@ from atroposlib.inference.responses import HermesFormat, TaggedFormat
 from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, local
 from example_trainer.batch.groups import LengthRules, Rules, parse_batch
 from tests.atroposlib.inference.template_shapes import Shape
+from vllm_patching.protocol.routed_experts import from_wire
 
 
 def add(numbers: str, talk: Conversation) -> int:
@@ -116,6 +117,22 @@ def sampled(group: Any, index: int, tokenizer: Any) -> list[str]:
     """The text of each turn's sampled tokens."""
     tokens, mask = group["tokens"][index], group["masks"][index]
     return [tokenizer.decode(tokens[begin:end]) for begin, end in sampled_runs(mask)]
+
+
+async def test_a_group_has_the_experts_that_each_turn_was_sampled_with(
+    make: Make, shared_inference: str
+) -> None:
+    environment = make("<1+2>", "4", "3")
+    control(shared_inference, generate_options=["token_logprobs", "routed_experts"])
+    before = control(shared_inference)
+    group, _ = await environment.collect_trajectories("1+2")
+    control(shared_inference, generate_options=None)
+    two_turns, one_turn = map(from_wire, group["routed_experts"])
+    assert [len(two_turns), len(one_turn)] == [len(row) - 1 for row in group["tokens"]]
+    first, second = ((before + number) % 100 for number in (1, 2))
+    _, end = sampled_runs(group["masks"][0])[0]
+    assert set(two_turns[: end - 1, :, 0].flat) == set(one_turn[:, :, 0].flat) == {first}
+    assert set(two_turns[end - 1 :, :, 0].flat) == {second}, "the turn's last token was read then"
 
 
 async def test_a_group_keeps_every_sampled_token_and_adds_up_rewards(

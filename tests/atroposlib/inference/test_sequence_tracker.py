@@ -4,6 +4,8 @@ import json
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,8 +23,11 @@ from atroposlib.inference.managed_server import (
     Prompt,
     SequenceNode,
     SequenceTracker,
+    say_that_experts_are_missing,
     sequence_fields,
 )
+from atroposlib.inference.routed_experts import ExpertsError, checked
+from vllm_patching.protocol.routed_experts import from_wire, to_wire
 
 
 def trained(node: Any) -> str:
@@ -343,6 +348,88 @@ def test_every_sampled_token_of_a_conversation_keeps_the_parameters_that_it_was_
         "finish_reasons": [None, "stop"],
         "sampling_params": [None, told],
     }
+
+
+def experts_of(turn_number: int, tokens: int) -> npt.NDArray[np.int64]:
+    """Return experts [tokens, 3, 2] that name the turn and the token."""
+    rows = np.full((tokens, 3, 2), 100 * turn_number)
+    return rows + np.arange(tokens)[:, None, None]
+
+
+def routed_turn(tracker: SequenceTracker, text: str, number: int, *answers: str) -> list[Any]:
+    ids, request = sent(tracker, text)
+    generation = sampled(ids, *answers)
+    generation.routed_experts = [
+        to_wire(experts_of(number, len(ids) + len(answer) - 1)) for answer in answers
+    ]
+    return tracker.add(text, request, generation)
+
+
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=5))
+def test_every_token_of_a_conversation_keeps_the_experts_of_the_turn_that_read_it_first(
+    turns: list[tuple[str, str]],
+) -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    text, expected = "", np.zeros((0, 3, 2))
+    for number, (asked, answer) in enumerate(turns):
+        text += f"<{number}>{asked}"
+        (node,) = routed_turn(tracker, text, number, answer)
+        whole = experts_of(number, len(node.tokens) - 1)
+        expected = np.concatenate([expected, whole[len(expected) :]])
+        text += answer
+    assert len(node.tokens) == 1 + len(expected)
+    (word,) = sequence_fields([node])["routed_experts"]
+    assert from_wire(word).tolist() == expected.tolist()
+
+
+def test_a_branch_keeps_the_experts_of_its_own_past() -> None:
+    tracker = SequenceTracker(TOKENIZER, keep_all=True)
+    one, other = routed_turn(tracker, "<a>", 0, "xyz", "v")
+    (longer,) = routed_turn(tracker, "<a>xyz<b>", 1, "w")
+    (again,) = routed_turn(tracker, "<a>xyz<c>", 2, "w")
+    kept = len(one.tokens) - 1
+    for node, number in ((longer, 1), (again, 2)):
+        experts = from_wire(node.routed_experts)
+        assert experts[:kept].tolist() == experts_of(0, kept).tolist()
+        assert experts[kept:].tolist() == experts_of(number, len(experts))[kept:].tolist()
+    assert len(from_wire(other.routed_experts)) == len(other.tokens) - 1
+
+
+@pytest.mark.parametrize("first_has_them", [True, False])
+def test_a_conversation_with_a_turn_without_experts_has_none(
+    caplog: pytest.LogCaptureFixture, first_has_them: bool
+) -> None:
+    say_that_experts_are_missing.cache_clear()
+    tracker = SequenceTracker(TOKENIZER)
+    for number, (text, answer) in enumerate((("<a>", "b"), ("<a>b<c>", "d"))):
+        if first_has_them == (number == 0):
+            (node,) = routed_turn(tracker, text, number, answer)
+        else:
+            (node,) = turn(tracker, text, answer)
+    assert "routed_experts" not in sequence_fields([node])
+    assert "only some of its turns" in caplog.text
+    assert "start every vLLM server with --enable-return-routed-experts" in caplog.text
+
+
+def test_experts_of_other_tokens_or_models_are_refused() -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    ids, request = sent(tracker, "<a>")
+    generation = sampled(ids, "b")
+    generation.routed_experts = [to_wire(experts_of(0, len(ids) - 1))]
+    with pytest.raises(ValueError, match=f"and {len(ids)} tokens have"):
+        tracker.add("<a>", request, generation)
+    routed_turn(tracker, "<a>", 0, "b")
+    ids, request = sent(tracker, "<a>b<c>")
+    generation = sampled(ids, "d")
+    generation.routed_experts = [to_wire(np.zeros((len(ids), 4, 2), dtype=int))]
+    with pytest.raises(ValueError, match="3 and 4 layers, with 2 and 2 experts of a token: give"):
+        tracker.add("<a>b<c>", request, generation)
+
+
+@pytest.mark.parametrize("word", [None, 3, "", "0x2x1:", "2x2x3:AA==", "2x2x1:?", "2x2x1AAAA"])
+def test_a_word_of_another_form_is_refused(word: object) -> None:
+    with pytest.raises(ExpertsError, match="of /generate"):
+        checked(word, 1)
 
 
 def test_a_branch_keeps_the_weights_of_its_own_past() -> None:

@@ -13,6 +13,7 @@ from atroposlib.inference.client import CutOff, OpenAIServer, VLLMServer, parse_
 from atroposlib.inference.generation import Span, VersionRecord, Weights, current_versions
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from tests.atroposlib.inference.conftest import control, last_request
+from vllm_patching.protocol.routed_experts import from_wire
 
 ASK = [{"role": "user", "content": "What is 40 plus 2?"}]
 
@@ -161,6 +162,35 @@ async def test_alternatives_are_asked_for_in_tables(manager: ServerManager) -> N
         False,
         False,
     )
+
+
+async def test_experts_are_asked_for_where_the_server_keeps_them_and_the_answer_is_trained_on(
+    manager: ServerManager,
+) -> None:
+    control(manager, generate_options=["token_logprobs", "routed_experts"])
+    generation = await manager.generate(input_ids=[1, 2], max_tokens=3)
+    assert last_request(manager)["routed_experts"] is True
+    (word,), (output,) = generation.routed_experts or [], generation.output_tokens
+    assert from_wire(word).shape == (1 + len(output), 2, 2)
+    assert generation.sampling == [{"temperature": 1.0, "max_tokens": 3}], "nothing else changed"
+    evaluated = await manager.generate(input_ids=[1, 2], max_tokens=3, split="eval")
+    assert "routed_experts" not in last_request(manager)
+    assert evaluated.routed_experts is None
+
+
+async def test_a_server_that_was_away_is_asked_for_its_options_again(
+    manager: ServerManager,
+) -> None:
+    control(manager, generate_options=["token_logprobs", "routed_experts"], serving=True)
+    try:
+        server = manager.servers[0]
+        await server.generate(input_ids=[1, 2], max_tokens=3)
+        control(manager, generate_options=["token_logprobs"], serving=False)
+        assert (await server.health()).wrong
+        control(manager, serving=True)
+        assert (await server.generate(input_ids=[1, 2], max_tokens=3)).routed_experts is None
+    finally:
+        control(manager, serving=None)
 
 
 def test_answers_that_do_not_line_up_are_refused() -> None:

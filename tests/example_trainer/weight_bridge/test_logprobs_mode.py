@@ -112,7 +112,11 @@ def test_the_route_answers_once_the_engine_is_there() -> None:
     service.engine = SimpleNamespace(
         model_config=SimpleNamespace(logprobs_mode="processed_logprobs")
     )
-    assert client.get("/sampling").json()["logprobs_mode"] == "processed_logprobs"
+    answer = client.get("/sampling").json()
+    assert answer["logprobs_mode"] == "processed_logprobs"
+    assert "routed_experts" not in answer["generate_options"]
+    service.engine.model_config.enable_return_routed_experts = True
+    assert "routed_experts" in client.get("/sampling").json()["generate_options"]
 
 
 def test_what_a_mode_that_does_not_fit_would_do() -> None:
