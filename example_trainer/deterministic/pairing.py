@@ -159,9 +159,9 @@ class Pairing:
         }
 
     def ask(self, config: TrainerConfig, stop: StopSignal | None = None) -> None:
-        """Check the servers that are there. A server with other kernels is left out if
-        --min-servers others are there. A server that is late is checked when it joins, and so is
-        a server of a parameter server, by that one.
+        """Check the servers that answer. A server with other kernels is left out if --min-servers
+        others are there. A late server is checked when it joins. A parameter server checks its own
+        servers.
 
         Raises:
             PairingError: a server is not in deterministic mode, or runs other kernels, and too few
@@ -256,10 +256,10 @@ def make_parity(
 
 
 def pair(ours: Provenance, info: dict[str, Any], url: str) -> dict[str, str]:
-    """The provenance of the server of /bridge/info, if it is that of this trainer.
+    """Return a server's provenance, from its answer to /bridge/info, if it equals the trainer's.
 
     Raises:
-        PairingError: it is another one, or the server is not in deterministic mode.
+        PairingError: they differ, or the server is not in deterministic mode.
     """
     report = info.get("deterministic")
     theirs = {**report["provenance"], "rotary_table": report["rotary_table"]} if report else None
@@ -268,7 +268,7 @@ def pair(ours: Provenance, info: dict[str, Any], url: str) -> dict[str, str]:
 
 
 def model_provenance(model: Decoder) -> dict[str, str]:
-    """Which kernels this trainer runs, and by which angles it rotates.
+    """Return this trainer's kernels, its sum plan and the hash of its rotary table.
 
     Raises:
         ParityError: the model is not a deterministic one.

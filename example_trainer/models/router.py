@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: their auxiliary losses, and what they did with a step's tokens.
+"""The routers of a mixture of experts: their auxiliary losses, and their figures of a step.
 
 In a layer of E experts, a token's router gives logits l and probabilities p = softmax(l). The
 token goes to its k most probable experts.
@@ -11,8 +11,9 @@ forwarded token of an update, over all its bins and ranks. So neither loss depen
 packed. Each layer has its own losses, and the layers' losses add up. The balance loss is 1 if every
 expert gets as many tokens as any other. f has no gradient.
 
-f counts tokens of all bins, and the backward pass of a bin needs f before the next bin is forwarded.
-So an update with a balance loss is forwarded once more, before its first bin, to count the choices.
+f counts the tokens of all bins, but the backward pass of a bin needs f before the next bin is
+forwarded. So an update with a balance loss is forwarded once more, before its first bin, to count
+the choices.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def loss_gradient(
 
 
 class _WithLosses(torch.autograd.Function):
-    """The logits themselves, whose gradient has the auxiliary losses' beside that of their use."""
+    """The logits, unchanged. The gradient of the auxiliary losses is added to their gradient."""
 
     @staticmethod
     def forward(
@@ -121,7 +122,7 @@ class RouterSums:
 
     @torch.no_grad()
     def add(self, row: int, logits: Tensor, experts: Tensor) -> None:
-        """Count the tokens of one bin in one layer. Waits for nothing that the device still does."""
+        """Count the tokens of one bin in one layer. The host does not wait for the device."""
         logs = logits.double().log_softmax(-1)
         probabilities = logs.exp()
         # Counted in integers, whose sum does not depend on the order in which a GPU adds.
@@ -252,7 +253,7 @@ class Routers:
             self._open = None
 
     def begin_update(self, device: torch.device) -> RouterSums:
-        """Return the sums of a new update; one that was not taken is forgotten."""
+        """Return the sums of a new update. The sums of an update that was not taken are dropped."""
         self._tokens = self._shares = None
         self._update = RouterSums(len(self._rows), self._experts, device)
         return self._update
@@ -268,7 +269,7 @@ class Routers:
             self._tokens, self._shares = tokens, shares
 
     def updated(self) -> None:
-        """Count the present update in the step's figures: it was taken. Not collective."""
+        """Count the present update, which was taken, in the step's figures. Not collective."""
         self._tokens = self._shares = None
         assert self._update is not None, "no update was begun"
         if self._step is None:
@@ -292,7 +293,8 @@ class Routers:
         return figures
 
     def warning(self) -> str | None:
-        """The line for experts that have had no token for IDLE_STEPS steps now; None without any.
+        """Return the log line for experts that got their last token IDLE_STEPS steps ago; None
+        without such experts.
 
         Each stretch of such steps gives one line.
         """

@@ -1,8 +1,8 @@
 """Forward a mixture with the experts that the sampler chose.
 
-Sampler and trainer round differently, so their routers choose other experts for some tokens. Here
-each token goes to the sampler's experts (`Packing.routed`). Their weights are the trainer's own
-router's probabilities of these experts, so the router still learns.
+Sampler and trainer round differently, so their routers choose different experts for some tokens.
+Here each token goes to the sampler's experts (`Packing.routed`). The weights of these experts are
+probabilities of the trainer's own router, so the router still learns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RouterReplay:
         return choose(logits, chosen=torch.where(replayed, routed, own))
 
     def _count_others(self, routed: Tensor, own: Tensor, replayed: Tensor) -> None:
-        """Count tokens whose own experts are others. Waits for nothing on the host."""
+        """Count the tokens whose own experts differ. The host does not wait."""
         others = (routed.sort(-1).values != own.sort(-1).values).any(-1) & replayed
         if self._sums is None:
             self._sums = torch.zeros(2, dtype=torch.float64, device=routed.device)

@@ -43,7 +43,7 @@ def require_expert_parallel(count: int, ranks: int, geometry: Geometry) -> None:
         ranks: of the trainer.
 
     Raises:
-        ConfigError: names the numbers that would do.
+        ConfigError: names the numbers that fit.
     """
     if count == 1:
         return
@@ -75,10 +75,11 @@ def _one_of(numbers: list[int]) -> str:
 
 
 def expert_mesh(device: torch.device, ranks: int, count: int) -> DeviceMesh:
-    """The ranks as a table: `experts` of them share the experts, `replicas` hold the same ones.
+    """Return the ranks as a mesh. Collective.
 
-    Replicas are neighbours, so a rank keeps the experts that FSDP2 gives it over all ranks.
-    Collective.
+    Ranks along `experts` share the experts of a layer. Ranks along `replicas` hold the same
+    experts. Replicas are neighbours, so a rank keeps the experts that FSDP2 gives it over all
+    ranks.
     """
     return init_device_mesh(
         device.type, (count, ranks // count), mesh_dim_names=("experts", "replicas")
@@ -99,7 +100,7 @@ class Exchange:
     experts: int
 
     def way(self, owners: Tensor) -> Way:
-        """The way of rows to their ranks. Waits for the device. Collective.
+        """Count the rows that each rank sends to each. Waits for the device. Collective.
 
         Args:
             owners: [rows] int64, the rank that each row goes to.
@@ -137,7 +138,7 @@ class Way:
 
 
 class Apart(Split):
-    """One rank that keeps the parts of its experts' outputs apart, which `kept` then holds."""
+    """A split of one rank that leaves the parts of the experts' outputs apart, in `kept`."""
 
     kept: Tensor | None = None
 
@@ -273,8 +274,8 @@ class SpreadExperts(nn.Module):
         return summed
 
     def _computed(self, rows: Tensor, tags: Tensor, received: list[int]) -> tuple[Tensor, Tensor]:
-        """The outputs of this rank's experts for rows, unweighted: what has their gradient, and
-        [parts, rows, width] without one.
+        """Return the outputs of this rank's experts for rows, before their weights: once as a
+        tensor with their gradient, and once as [parts, rows, width] without one.
 
         Args:
             tags: span · experts + expert of each row.

@@ -4,17 +4,18 @@
     python studies/learning/mixtures.py --output DIR --model model               # type it again to continue
     python studies/learning/mixtures.py --output DIR --device cpu --tiny         # the starter model as a mixture, to try it
 
-Sampler and trainer round differently, so their routers send some tokens to other experts. Three arms, each with fresh
-batches and with batches of four steps before, and three seeds:
+Sampler and trainer round differently, so their routers send some tokens to different experts.
+Each of three arms is trained with fresh batches and with batches of four steps before, with three
+seeds:
 
     ordinary   ordinary kernels
     replay     ordinary kernels; the trainer takes the experts that the sampler chose
     exact      the same kernels on both sides, so the routers agree in every bit
 
-No arm corrects for the difference. As in trainings.py, a finished training is kept in DIR and not run again, and one is
-not begun if it would not end in --seconds. A training that takes longer than --run-timeout (540 s) has failed: lower
---steps or --jobs. DIR/mixtures.json gets curves of reward, KL and the experts' load, the share of held-out problems
-solved, and how a run collapsed.
+No arm corrects for the difference. As in trainings.py, a finished training is kept in DIR and not
+run again. A training does not begin if it would not end within --seconds. A training that takes longer
+than --run-timeout (540 s) has failed: lower --steps or --jobs. DIR/mixtures.json gets curves of
+reward, KL and the experts' load, the share of held-out problems solved, and how a run collapsed.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Mixtures(Learning):
     file = "mixtures.json"
 
     def refusal(self, variant: Variant) -> str | None:
-        """Why an arm cannot be trained here; None if it can."""
+        """Return the reason why an arm cannot be trained here; None if it can."""
         return super().refusal(variant) or unknown_flags(variant)
 
 

@@ -128,7 +128,7 @@ class Learning:
             self.environment |= start_mps(work / "mps", stack)
 
     def refusal(self, variant: Variant) -> str | None:
-        """Why a variant cannot be trained here; None if it can."""
+        """Return the reason why a variant cannot be trained here; None if it can."""
         return refusal(variant, self.on_cpu)
 
     def _plan(self, only: Sequence[str]) -> list[Training]:

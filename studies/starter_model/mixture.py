@@ -2,9 +2,9 @@
 
     python -m studies.starter_model.mixture --output runs/mixture
 
-Each expert is a copy of the layer's feed-forward network with a little noise of its own, and the
+Each expert is a copy of the layer's feed-forward network with a little noise of its own. The
 router is random. The weights of a token's experts add up to one, so the mixture answers nearly as
-the dense model did. It takes a second.
+the dense model did. The conversion takes a second.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 
 
 def describe_difference(one: torch.Tensor, other: torch.Tensor) -> str:
-    """Where two results of equal shape first differ in a bit, and both values."""
+    """Return the first place where two results of equal shape differ in a bit, and both values."""
     different = differing(one, other).flatten(1)
     if not different.any():
         return "but not when it was computed again: the operation does not repeat itself"

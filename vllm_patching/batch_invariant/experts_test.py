@@ -16,9 +16,9 @@ from vllm_patching.batch_invariant.layouts_test import wider
 def expert_operations(mixture: Any, rows: int, ranks: int = 1) -> Iterator[tuple[Any, ...]]:
     """Yield (name, rows, operation) for the router and the experts.
 
-    With several ranks it also yields a trainer's wider experts, and the sum of its parts. Each part
-    has this rank's weights. The experts compute tokens that are spread evenly, unevenly, and all on the same ones. Equal
-    logits go to the experts with the lowest numbers.
+    The tokens are spread over the experts evenly, unevenly, and all on the same experts. Equal
+    logits go to the experts with the lowest numbers. With several ranks the function also yields a
+    trainer's wider experts, and the sum of its parts. Each part has this rank's weights.
 
     Args:
         mixture: vLLM's module of the layer.

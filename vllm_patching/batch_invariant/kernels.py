@@ -8,8 +8,8 @@ Log of the sum of exponentials: vLLM's kernel walks along a row with one block, 
 the GPU idle for a single sequence. Here chunks of a fixed width are summed by as many blocks, and
 then the chunks one after the other.
 
-Sum of tensor-parallel parts: an all-reduce adds them in an order that depends on the number of ranks
-and of bytes. Here each element is added in the order of the ranks.
+Sum of tensor-parallel parts: the order of an all-reduce depends on the number of ranks and of
+bytes. Here each element is added in the order of the ranks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Layouts of the self-test: a tensor-parallel rank's share of an operation has the bits that a
-trainer with another number of ranks computes, and vLLM's sum over ranks is that of the parts.
+"""The part of the self-test for layouts.
+
+A tensor-parallel rank's share of an operation must have the bits that a trainer with another number
+of ranks computes. vLLM's sum over ranks must be the sum of the parts.
 """
 
 from __future__ import annotations

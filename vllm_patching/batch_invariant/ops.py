@@ -309,7 +309,7 @@ def weighted_sum(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
 
 
 class Mixed(NamedTuple):
-    """Outputs of the experts, and what a backward pass needs of the way there.
+    """Outputs of the experts, and the values that a backward pass needs.
 
     Attributes:
         outputs: [parts, tokens, dim].

@@ -31,7 +31,7 @@ class SumPlan:
     def __post_init__(self) -> None:
         if self.parts not in PARTS:
             raise ValueError(
-                f"a sum of {self.parts} parts: deterministic mode knows "
+                f"a sum of {self.parts} parts: deterministic mode has "
                 f"{', '.join(map(str, PARTS[:-1]))} and {PARTS[-1]}"
             )
 

@@ -70,8 +70,8 @@ def keep_nccl_variables(kept: Callable[[Callable[[], Any]], Any]) -> None:
     its device.
 
     The mode pins them so that an all-reduce sums in one order. Deterministic mode has no
-    all-reduce. One channel would make gathering slow, and NCCL keeps the pinned protocol in every
-    group of the process, so that the bridge's other side would wait for ever.
+    all-reduce. With one channel, gathering would be slow. NCCL keeps the pinned protocol in every
+    group of the process, so the bridge's other side would wait for ever.
 
     Args:
         kept: calls a function that changes the environment, and puts NCCL's variables back.

@@ -32,7 +32,7 @@ def replace_experts(
         all_reduce: (x) -> the sum over tensor-parallel ranks, behind the experts.
 
     Returns:
-        what was replaced.
+        The names of vLLM's functions that were replaced.
 
     Raises:
         UnsupportedVllm: one of them is missing.
@@ -74,8 +74,7 @@ def _owner(place: tuple[str, str, str]) -> Any:
 
 
 def other_experts(mixture: Any) -> str:
-    """Return in what a layer's experts differ from those that `replace_experts` computes; empty if
-    in nothing.
+    """Return the reason why `replace_experts` cannot compute a layer's experts; empty if it can.
 
     Args:
         mixture: vLLM's module of a layer, with `gate` and `experts`.

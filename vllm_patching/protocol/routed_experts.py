@@ -3,7 +3,7 @@
     48x8x1:AAECAwQF…      layers, experts of a token, bytes of a number : base64 of the numbers
 
 The numbers are unsigned, little-endian, and lie in the order [tokens, layers, experts of a token].
-Layers without experts have numbers too, which mean nothing.
+Layers without experts have numbers too, which the reader ignores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TYPES: dict[int, npt.DTypeLike] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 
 
 class ExpertsError(ValueError):
-    """A word is not one that `to_wire` writes."""
+    """The text is not in the form that `to_wire` writes."""
 
 
 def to_wire(experts: npt.NDArray[np.integer]) -> str:
@@ -40,7 +40,7 @@ def from_wire(word: object) -> npt.NDArray[np.int64]:
     """Read experts [tokens, layers, count].
 
     Raises:
-        ExpertsError: the word is not one that `to_wire` writes.
+        ExpertsError: the text is not in the form that `to_wire` writes.
     """
     head, colon, data = word.partition(":") if isinstance(word, str) else ("", "", "")
     match = _HEAD.fullmatch(head)

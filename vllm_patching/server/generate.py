@@ -172,8 +172,9 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     from the model itself, at temperature 1, whatever the sampling parameters and `--logprobs-mode`
     are.
 
-    `routed_experts[completion]`, where it was asked for, has the experts of each token of prompt and
-    completion but the last one, which the model has not read: see `vllm_patching.protocol.routed_experts`.
+    `routed_experts[completion]`, if the request has `routed_experts`, has the experts of each token
+    of prompt and completion but the last token, which the model has not read. See
+    `vllm_patching.protocol.routed_experts`.
     """
 
     text: list[str] | msgspec.UnsetType = msgspec.UNSET

@@ -488,7 +488,7 @@ def test_the_trainer_takes_the_plan_of_the_server_before_it_loads(tmp_path: Path
             "start vLLM with --tensor-parallel-size 1",
         ),
         ("tree", 1, {}, "sums in another way than this trainer: sum_plan 'tree' is not of the form"),
-        ("parts=3", 1, {}, "a sum of 3 parts: deterministic mode knows 1, 2, 4 and 8"),
+        ("parts=3", 1, {}, "a sum of 3 parts: deterministic mode has 1, 2, 4 and 8"),
     ],
 )  # fmt: skip
 def test_a_plan_that_the_trainer_cannot_follow_is_refused_with_the_layouts_that_fit(
