@@ -6,6 +6,9 @@ distribution that it samples from, and the trainer computes its own at the tempe
 sequence says. By vLLM's own default they belong to the model itself, whatever temperature it
 samples at (`raw_logprobs`): right for what was sampled at temperature 1 alone, and the rest is
 refused.
+
+The same answer of a server lists the fields of /generate, by which --router-replay finds a server
+without experts before the first batch.
 """
 
 from __future__ import annotations
@@ -62,9 +65,11 @@ def require_fitting_logprobs(config: TrainerConfig) -> Callable[[str, dict[str, 
 
     def check(url: str, info: dict[str, Any]) -> None:
         with closing(VLLMClient(url, QUICK_SECONDS, revealed(config.vllm_api_key))) as server:
-            mode = (server.look("/sampling") or {}).get("logprobs_mode")
+            answer = server.look("/sampling") or {}
+        mode = answer.get("logprobs_mode")
         if isinstance(mode, str):
             require_fitting(url, mode, config.temperature)
+            require_experts(url, answer, config)
 
     return check
 
@@ -84,9 +89,11 @@ def _check(config: TrainerConfig, urls: Sequence[str]) -> dict[str, list[str]]:
     )
     for url, server in servers.items():
         server.close()
-        mode = (answers.ok.get(url) or {}).get("logprobs_mode")
+        answer = answers.ok.get(url) or {}
+        mode = answer.get("logprobs_mode")
         if isinstance(mode, str):
             require_fitting(url, mode, config.temperature)
+            require_experts(url, answer, config)
             (raw if mode == RAW else processed).append(url)
             continue
         unknown.append(url)
@@ -110,4 +117,22 @@ def require_fitting(url: str, mode: str, temperature: float) -> None:
             f"--temperature {temperature:g}, but the logprobs of {url} are those before any temperature ({RAW}), so that "
             "training would go in a wrong direction; start the server with --logprobs-mode "
             f"{PROCESSED}, or the trainer with --temperature 1"
+        )
+
+
+def require_experts(url: str, answer: dict[str, Any], config: TrainerConfig) -> None:
+    """Refuse a server that does not keep the experts of tokens, if the trainer replays them.
+
+    Args:
+        url: of a server of ours.
+        answer: to its GET /sampling.
+
+    Raises:
+        ConfigError: every group of this server would be left out.
+    """
+    if config.router_replay and "routed_experts" not in answer.get("generate_options", ()):
+        raise ConfigError(
+            f"--router-replay, but {url} does not keep the experts of tokens, so all of its groups "
+            "would be left out; start it with --enable-return-routed-experts, or the trainer without "
+            "--router-replay"
         )

@@ -24,7 +24,7 @@ from atroposlib.envs.multi_turn import (
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.responses import HermesFormat, TaggedFormat
 from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, local
-from example_trainer.batch.groups import LengthRules, Rules, parse_batch
+from example_trainer.batch.groups import LengthRules, ReplayedRouters, Rules, parse_batch
 from tests.atroposlib.inference.template_shapes import Shape
 from vllm_patching.protocol.routed_experts import from_wire
 
@@ -133,6 +133,11 @@ async def test_a_group_has_the_experts_that_each_turn_was_sampled_with(
     _, end = sampled_runs(group["masks"][0])[0]
     assert set(two_turns[: end - 1, :, 0].flat) == set(one_turn[:, :, 0].flat) == {first}
     assert set(two_turns[end - 1 :, :, 0].flat) == {second}, "the turn's last token was read then"
+    routers = ReplayedRouters(layers=2, sparse=(1,), experts=200, count=2)
+    batch = parse_batch([group], 512, len(environment.tokenizer), Rules(routers=routers))
+    assert [row.routed.shape for row in batch.sequences if row.routed is not None] == [
+        (len(tokens), 2) for tokens in group["tokens"]
+    ], "the trainer takes them"
 
 
 async def test_a_group_keeps_every_sampled_token_and_adds_up_rewards(

@@ -16,7 +16,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.models.head import chosen_logprobs_of
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.logprobs_mode import check_logprobs
+from example_trainer.weight_bridge.logprobs_mode import check_logprobs, require_fitting_logprobs
 from tests.http_server import Answer, HttpServer, Request
 from vllm_patching.server.routes import LockstepService, make_router
 
@@ -39,13 +39,14 @@ def serve() -> Iterator[Serve]:
         yield start
 
 
-def options(*ports: int, temperature: float = 1.0) -> TrainerConfig:
+def options(*ports: int, temperature: float = 1.0, replay: bool = False) -> TrainerConfig:
     servers = [f"127.0.0.1:{port}" for port in ports]
     return TrainerConfig(
         model_name="any",
         vllm_servers=servers,
         temperature=temperature,
         weight_bridge_mode="shared_vllm",
+        router_replay=replay,
     )
 
 
@@ -101,6 +102,21 @@ def test_of_a_server_that_does_not_say_it_is_told_what_is_assumed(
     check_logprobs(options(port, temperature=0.6), Ranks())
     assert f":{port} cannot be asked" in caplog.text
     assert "taken to be of temperature 0.6" in caplog.text
+
+
+def test_replay_needs_experts_of_every_server(serve: Serve) -> None:
+    answer = {"logprobs_mode": "raw_logprobs", "generate_options": ["return_text"]}
+    keeps = serve(200, answer | {"generate_options": ["return_text", "routed_experts"]})
+    lacks = serve(200, answer)
+    assert len(check_logprobs(options(keeps, lacks), Ranks()).raw) == 2
+    assert len(check_logprobs(options(keeps, replay=True), Ranks()).raw) == 1
+    problem = f":{lacks} does not keep the experts.*start it with --enable-return-routed-experts"
+    with pytest.raises(ConfigError, match=problem):
+        check_logprobs(options(keeps, lacks, replay=True), Ranks())
+    join = require_fitting_logprobs(options(replay=True))
+    join(f"http://127.0.0.1:{keeps}", {})
+    with pytest.raises(ConfigError, match=problem):
+        join(f"http://127.0.0.1:{lacks}", {})
 
 
 def test_the_route_answers_once_the_engine_is_there() -> None:
