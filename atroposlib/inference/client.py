@@ -29,9 +29,17 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Hashable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 from urllib.parse import urlparse, urlsplit
 
@@ -593,7 +601,7 @@ class ServerPool(InferenceCalls):
                     began = time.monotonic()
                     own: dict[str, Any] = {"model": await server.model()}
                     if method == "_generate_wrapper" and split == "train":
-                        own |= await server.training_fields()
+                        own |= server.training_fields
                     answer = await getattr(server, method)(**{**own, **fields})
                 require_whole(answer)
             except (EnvironmentFailure, RolloutFailure, NotImplementedError):
@@ -1030,6 +1038,8 @@ class APIServer(InferenceCalls):
     """The limit of the server, if it has one. Requests above it are refused here."""
     polled_always = False
     """The pool polls it all the time if it has other servers; otherwise only while it is away."""
+    training_fields: Mapping[str, Any] = MappingProxyType({})
+    """Fields that `generate` adds to a request whose answer may be trained on."""
     pool: ServerPool
     """Servers that answer for each other; one of its own until a manager has several."""
 
@@ -1131,10 +1141,6 @@ class APIServer(InferenceCalls):
             f"{type(self).__name__} at {self.root_url} gives no token ids with logprobs to train on: "
             "use a vLLM server with /generate and --openai.server_type vllm"
         )
-
-    async def training_fields(self) -> dict[str, Any]:
-        """Return fields that `generate` adds to a request whose answer may be trained on."""
-        return {}
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         answer = await self._tokens_and_logprobs_completion_wrapper(**kwargs)
@@ -1364,6 +1370,9 @@ class VLLMServer(OpenAIRoutes):
     none."""
     _options: list[str] | None = None
     polled_always = True
+    training_fields = MappingProxyType({"routed_experts": True})
+    """A server that keeps no experts is not asked for them. It is started so for a trainer that
+    replays them."""
     reports_weights = True
     """The client polls GET /weights. Cleared once the server has answered that it lacks the route."""
 
@@ -1393,14 +1402,6 @@ class VLLMServer(OpenAIRoutes):
     async def probe(self) -> str | None:
         return await self._fault_of("/health", good=range(200, 201))
 
-    async def training_fields(self) -> dict[str, Any]:
-        """Ask for the experts of each token if the server keeps them: it is started so for a
-        trainer that replays them.
-        """
-        if "routed_experts" in await self._generate_options():
-            return {"routed_experts": True}
-        return {}
-
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         prompt_tokens = self._prompt_tokens(kwargs)
         kwargs.pop("model", None)
@@ -1410,6 +1411,8 @@ class VLLMServer(OpenAIRoutes):
         kwargs["max_tokens"] = await self._room_for(prompt_tokens, kwargs.get("max_tokens"))
         if 0 < (kwargs.get("temperature") or 0) < MIN_TEMPERATURE:
             kwargs["temperature"] = MIN_TEMPERATURE
+        if "routed_experts" not in await self._generate_options():
+            kwargs.pop("routed_experts", None)
         body = {
             **await self._shortest_answer(kwargs),
             **kwargs,
@@ -1511,6 +1514,7 @@ class SGLangServer(VLLMServer):
 
     key_variable = None
     highest_temperature = None
+    training_fields = MappingProxyType({})
     reports_weights = False
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
