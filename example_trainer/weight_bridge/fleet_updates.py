@@ -232,7 +232,8 @@ class Member:
         transfer: str,
         gpus: Sequence[str],
         check: MemberCheck,
-        kernels: Mapping[str, str] | None = None,
+        kernels: Mapping[str, str] | None,
+        may_wait: Callable[[], bool],
     ) -> int:
         """Begin an epoch with the server that answers now. Returns the number of parameters mapped,
         which is all of them.
@@ -243,6 +244,7 @@ class Member:
             gpus: UUID of each trainer rank's GPU; empty on a CPU.
             check: raises if it must not be let in.
             kernels: of this trainer, in deterministic mode.
+            may_wait: see BridgeServer.init.
 
         Raises:
             Unfit: it holds something else, or cannot be sent to.
@@ -271,7 +273,7 @@ class Member:
             raise Refused(str(error)) from error
         except TrainerError as error:
             raise Unfit(str(error)) from error
-        answer = self.server.init("broadcast", told, transfer, kernels=kernels)
+        answer = self.server.init("broadcast", told, transfer, kernels=kernels, may_wait=may_wait)
         self.epoch, self.transfer = answer["epoch"], answer["transfer"]
         self.route = route_to(self.info, gpus)
         self.replicas = int(answer.get("replicas", 1))
@@ -855,7 +857,7 @@ class FleetUpdates:
         present = [url for url, member in self._keeper.members.items() if member.info]
         with self._keeper.updating():
             self._keeper.look(forced=True)
-            failed = self._join(present).failed
+            failed = self._join(present, self._longest_wait).failed
         left = len(present) - sum(isinstance(error, Refused) for error in failed.values())
         for error in failed.values():
             refused = isinstance(error, Refused)
@@ -912,15 +914,27 @@ class FleetUpdates:
         member, place = self._keeper.members[url], self._keeper.fleet.places[url]
         return not member.joined or place.instance != member.instance
 
-    def _join(self, urls: Iterable[str]) -> Answers[int]:
-        """Join servers, all at the same time."""
+    def _join(self, urls: Iterable[str], wait: float = 0.0) -> Answers[int]:
+        """Join servers, all at the same time.
+
+        Args:
+            wait: seconds for servers that another trainer occupies. Not in a training: such a
+                server is tried again at a later update.
+        """
         members = {url: self._keeper.members[url] for url in urls}
-        how = (self._shapes, self._transfer, self._gpus, self._check, self.kernels)
+        over = threading.Event()  # a late thread must not join after a later call has joined
+
+        def may_wait() -> bool:
+            return wait > 0 and not over.is_set()
+
+        how = (self._shapes, self._transfer, self._gpus, self._check, self.kernels, may_wait)
         calls = {url: partial(member.join, *how) for url, member in members.items()}
         others = self._others_wait(calls)
-        answers = at_once(
-            calls, self._timeout + _CALL_OFF_SECONDS, self.patience, lambda ok: others or bool(ok)
-        )
+        limit = wait + self._timeout + _CALL_OFF_SECONDS
+        try:
+            answers = at_once(calls, limit, self.patience, lambda ok: others or bool(ok))
+        finally:
+            over.set()
         with self._keeper.lock:
             for url, mapped in answers.ok.items():
                 self.joins, self.mapped = self.joins + 1, mapped

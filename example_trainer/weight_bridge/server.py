@@ -25,7 +25,7 @@ from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
 from example_trainer.weight_bridge.base import LeaseLost
 from example_trainer.weight_bridge.checkpoint_sources import Shapes, as_compared, held_tensors
 from vllm_patching.protocol.manifest import Manifest, dtype_name, mismatches
-from vllm_patching.protocol.messages import Route, Writer, this_process
+from vllm_patching.protocol.messages import OCCUPIED, Route, Writer, this_process
 from vllm_patching.transport.rendezvous import Meeting
 from vllm_patching.weights.families import Geometry, parameters
 from vllm_patching.weights.sharding import sources
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 _STATE_SECONDS = 2.0
 """For /bridge/state, which is asked in the middle of a transfer."""
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
+"""Between two tries to join a server that another trainer occupies."""
+_LOG_EVERY_SECONDS = 10.0
 
 LEASE_LOST = 410
 """The HTTP status of a server that has given the update up, or that refuses a lease."""
@@ -102,17 +106,21 @@ class BridgeServer(WeightServer):
         events: Sequence[str] = (),
         writers: Sequence[Writer] = (),
         kernels: Mapping[str, str] | None = None,
+        may_wait: Callable[[], bool] = lambda: True,
     ) -> dict[str, Any]:
-        """Join the server as a new epoch.
+        """Join the server as a new epoch. Waits while another trainer's update, lease or turn is
+        not over: the server ends them some time after that trainer was killed.
 
         Args:
             kernels: of a trainer in deterministic mode.
+            may_wait: whether to wait, and to go on waiting.
 
         Returns:
             instance, epoch, transfer, weight_version, replicas and follows_writes.
 
         Raises:
-            BridgeError: the server refuses, or is not the one whose layout was asked for.
+            BridgeError: the server refuses, or is not the one whose layout was asked for, or is
+                still occupied after `startup_timeout`.
         """
         body = {
             "trainer": f"{self.role} {socket.gethostname()}:{os.getpid()}",
@@ -125,9 +133,32 @@ class BridgeServer(WeightServer):
         }
         if kernels is not None:
             body["kernels"] = dict(kernels)
-        answer = self.post("init", body)
+        answer = self._post_init(body, may_wait)
         self.require_same(answer["instance"], "the server that was joined")
         return answer
+
+    def _post_init(self, body: dict[str, Any], may_wait: Callable[[], bool]) -> dict[str, Any]:
+        """POST /bridge/init, again and again while another trainer occupies the server."""
+        begun, next_log, pause = time.monotonic(), 0.0, _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return self.post("init", body)
+            except ServerRefused as error:
+                if error.status != OCCUPIED or not may_wait():
+                    raise
+                waited = time.monotonic() - begun
+                if waited > self.startup_timeout:
+                    raise BridgeError(
+                        f"{error}; this was so for {self.startup_timeout:g} s (--service-timeout): end the "
+                        "other trainer, then start this one again with --resume auto"
+                    ) from error
+                if waited >= next_log:
+                    logger.warning(
+                        "[Bridge] Waiting to join the %s at %s: %s", self.what, self.url, error
+                    )
+                    next_log = waited + _LOG_EVERY_SECONDS
+            self.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def require_same(self, instance: str, what: str) -> None:
         """Raise BridgeError unless `instance` is that of the server which has answered /bridge/info

@@ -359,6 +359,10 @@ CAN_VERIFY_AND_RESUME = "lockstep_can_verify_and_resume"
 """Methods that engine_core adds to vLLM's engine core."""
 
 
+OCCUPIED = 423
+"""HTTP status for a trainer that may join later: another one's update, lease or turn is not over."""
+
+
 class BridgeRefusal(RuntimeError):
     """An answer other than success: the HTTP status, and one sentence with the reason and the
     remedy.

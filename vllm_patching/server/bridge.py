@@ -20,6 +20,7 @@ from vllm_patching.compat.outputs import follow_outputs, has_requests, output_to
 from vllm_patching.compat.requests import salt_prefix_cache
 from vllm_patching.protocol.manifest import Manifest, flat_layout
 from vllm_patching.protocol.messages import (
+    OCCUPIED,
     BridgeRefusal,
     BridgeWorker,
     Check,
@@ -42,6 +43,7 @@ from vllm_patching.server.state import (
     BridgeState,
     LeaseLost,
     Leases,
+    Occupied,
     UpdateGivenUp,
     VersionSpans,
     Weights,
@@ -209,7 +211,9 @@ class Settlement:
             lease = self._leases.out
             assert lease is not None
             if lease.writers or time.monotonic() > deadline:
-                raise BridgeRefusal(409, f"nobody else may write the weights now: {lease.remedy}")
+                raise BridgeRefusal(
+                    OCCUPIED, f"nobody else may write the weights now: {lease.remedy}"
+                )
 
     async def stand_still(self) -> None:
         """See that the engine stands still.
@@ -653,9 +657,11 @@ class BridgeController:
                 )
             if events:
                 require_one_each("event", len(events), len(self._manifests))
+            # Before the end of a turn: that lets the engine continue, and the weights may be a
+            # mixture in an update.
+            self._or_conflict(lambda: self.state.check_join(trainer))
             await self.turns.require_over(writers)
-            if not self.state.in_update:  # else begin_epoch refuses
-                await self._settlement.require_no_writer(self.timeout)
+            await self._settlement.require_no_writer(self.timeout)
             chosen = await self._ranks.choose_transfer(transfer) if mode == "broadcast" else ""
             epoch = self._or_conflict(
                 lambda: self.state.begin_epoch(trainer, mode, chosen, weight_epoch)
@@ -995,5 +1001,7 @@ class BridgeController:
             return step()
         except (UpdateGivenUp, LeaseLost) as late:
             raise BridgeRefusal(LATE, str(late)) from late
+        except Occupied as occupied:
+            raise BridgeRefusal(OCCUPIED, str(occupied)) from occupied
         except BridgeConflict as conflict:
             raise BridgeRefusal(409, str(conflict)) from conflict

@@ -280,6 +280,10 @@ class BridgeConflict(RuntimeError):
     """A step does not follow from the present state. The message names the step that would."""
 
 
+class Occupied(BridgeConflict):
+    """Another trainer's update is in progress. A trainer may join after it."""
+
+
 class UpdateGivenUp(BridgeConflict):
     """The step belongs to an update that was given up and may be repeated."""
 
@@ -371,13 +375,9 @@ class BridgeState:
             weight_epoch: of the weights that it will send.
 
         Raises:
-            BridgeConflict: an update is in progress.
+            Occupied: an update is in progress.
         """
-        if self.in_update:
-            raise BridgeConflict(
-                f"{trainer} cannot join now: {self.trainer} (epoch {self.epoch}) is in an update to "
-                f"version {self.target_version}; wait until it has ended or timed out"
-            )
+        self.check_join(trainer)
         self.epoch += 1
         self.trainer, self.mode, self.transfer = trainer, mode, transfer
         self._trainer_weight_epoch = weight_epoch
@@ -386,6 +386,14 @@ class BridgeState:
         self._first_of_epoch = True
         self.gave_up_waiting = None
         return self.epoch
+
+    def check_join(self, trainer: str) -> None:
+        """Raise Occupied unless `trainer` may join now."""
+        if self.in_update:
+            raise Occupied(
+                f"{trainer} cannot join now: {self.trainer} (epoch {self.epoch}) is in an update to "
+                f"version {self.target_version}; wait until it has ended or timed out"
+            )
 
     def check_epoch(self, epoch: int) -> None:
         """Raise BridgeConflict unless `epoch` is the present trainer's."""

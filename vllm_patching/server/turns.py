@@ -27,6 +27,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from vllm_patching.protocol.messages import (
+    OCCUPIED,
     BridgeRefusal,
     CacheAnswer,
     Epoch,
@@ -176,7 +177,7 @@ class Turns:
             return
         if not self._ended():
             raise BridgeRefusal(
-                409,
+                OCCUPIED,
                 f"{self._name} has had its turn on this GPU for {time.monotonic() - self._since:.0f} s and still computes; "
                 "wait until it has ended, or end its process",
             )

@@ -109,6 +109,28 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
     sound(servers)
 
 
+@pytest.mark.parametrize("transfer", ["overlapped", "direct"])
+def test_a_trainer_that_is_killed_in_an_update_and_restarted_at_once_joins(
+    devices: Devices,
+    servers: list[LightServer],
+    starter: Starter,
+    free_port: Callable[[], int],
+    transfer: str,
+) -> None:
+    """Each server still holds the update of the dead trainer. The new trainer waits for its end."""
+    fault = {"version": 2, "signal": signal.SIGKILL, "buckets": 1}
+    options: dict[str, Any] = {"bucket": BUCKET, "device": devices.trainer}
+    ports = [server.port for server in servers]
+    command = {"ports": ports, "rendezvous": free_port(), "folder": str(starter.folder)}
+    places, port = [server.place for server in servers], free_port()
+    trainer = starter.tell(do="train", transfer=transfer, fault=fault, **options, **command)["pid"]
+    assert starter.tell(do="wait", pid=trainer)["status"] == -signal.SIGKILL
+    with training(places, transfer, port, patience=SOON, **options) as other:
+        other.step()
+        assert all(server.serves(2) for server in servers)
+    sound(servers)
+
+
 @pytest.mark.parametrize(
     ("transfer", "where"),
     [("direct", {"buckets": 1}), ("overlapped", {"buckets": 1}), ("direct", {"at": "commit"})],
@@ -239,7 +261,7 @@ def test_a_server_that_comes_in_the_middle_of_an_update_waits_for_its_end_and_jo
     transfer: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And another trainer is refused there."""
+    """And another trainer waits there; it is refused after its own deadline."""
     caplog.set_level("INFO")
     wishes, late = (
         Wishes(),
@@ -255,11 +277,14 @@ def test_a_server_that_comes_in_the_middle_of_an_update_waits_for_its_end_and_jo
         until(lambda: waiting.state()["target_version"] == 2)
         with (
             pytest.raises(
-                BridgeError, match=r"cannot join now: trainer .* is in an update to version 2"
+                BridgeError,
+                match=r"cannot join now: trainer .* is in an update to version 2; .*"
+                r"this was so for 1 s \(--service-timeout\): end the other trainer, then start",
             ),
-            training([waiting.place], transfer, free_port(), **options),
+            training([waiting.place], transfer, free_port(), limit=1.0, **options),
         ):
             pass
+        assert f"[Bridge] Waiting to join the vLLM server at {waiting.url}: " in caplog.text
         caplog.clear()
         late.start()
         wishes.wanted = [late.url]

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from example_trainer.errors import BridgeError
+from example_trainer.vllm_client import ServerRefused
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge, read_handles
 from tests.http_server import Answer, HttpServer, Request
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.messages import OCCUPIED
 from vllm_patching.transport.shared_memory import export_to_shared_memory
 from vllm_patching.weights.sharding import ShardSpec, Slice
 
@@ -96,6 +98,60 @@ def test_an_answer_of_another_instance_is_no_joining(restarting: BridgeServer) -
         BridgeError, match=r"is instance next, and .* was instance mine .*restarted meanwhile"
     ):
         restarting.init("broadcast", {})
+
+
+def occupied(tries: int, status: int = OCCUPIED) -> HttpServer:
+    """A server that refuses so many tries to join."""
+    left = [tries]
+
+    def answer(request: Request) -> Answer:
+        left[0] -= 1
+        if left[0] >= 0:
+            return status, {"error": "b cannot join now: a is in an update to version 3"}
+        return 200, {"instance": "mine", "epoch": 7}
+
+    return HttpServer(answer)
+
+
+def joining(server: HttpServer, pauses: list[float], seconds: float = 60.0) -> BridgeServer:
+    return BridgeServer("127.0.0.1", server.port, 20.0, None, seconds, pauses.append)
+
+
+def test_a_server_in_the_update_of_another_trainer_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pauses = list[float]()
+    with occupied(7) as server:
+        client = joining(server, pauses)
+        assert client.init("single_copy", {})["epoch"] == 7
+        client.close()
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    reason = "refused /bridge/init: b cannot join now: a is in an update to version 3"
+    lines = [line for line in caplog.messages if "Waiting to join" in line]
+    assert lines == [
+        f"[Bridge] Waiting to join the vLLM server at {client.url}: {client.url} {reason}"
+    ]
+
+
+def test_a_server_that_stays_in_the_update_of_another_trainer_is_given_up() -> None:
+    with occupied(10**9) as server:
+        client = joining(server, [], 0.05)
+        with pytest.raises(
+            BridgeError, match=r"a is in an update to version 3; .*--service-timeout.*--resume auto"
+        ):
+            client.init("broadcast", {})
+        client.close()
+
+
+def test_other_refusals_and_trainers_that_must_not_wait_end_at_once() -> None:
+    for status, may_wait in ((409, True), (OCCUPIED, False)):
+        pauses = list[float]()
+        with occupied(1, status) as server:
+            client = joining(server, pauses)
+            with pytest.raises(ServerRefused, match="b cannot join now"):
+                client.init("broadcast", {}, may_wait=lambda wait=may_wait: wait)  # type: ignore[misc]
+            client.close()
+        assert not pauses
 
 
 def test_memory_of_a_server_that_was_restarted_meanwhile_never_becomes_the_trainers(

@@ -12,6 +12,7 @@ import pytest
 from tests.vllm_patching.server.bridge_world import CLOCKED, POINTS, TIMEOUT, Trainer, World
 from tests.vllm_patching.server.fake_engine import Fault
 from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
+from vllm_patching.protocol.messages import OCCUPIED, BridgeRefusal
 from vllm_patching.server.state import Phase
 
 KINDS = ("single_copy", "follows", "direct", "overlapped")
@@ -68,6 +69,24 @@ def test_a_trainer_that_is_stopped_or_killed_anywhere(world: World, kind: str, p
         world.check_tokens()
         trainer.kill()
     served_once(world, "direct")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_that_joins_in_an_update_may_join_after_it(world: World, kind: str) -> None:
+    trainer = served_once(world, kind)
+    trainer.fate = ("before commit", "stopped")
+    trainer.begin()
+    world.run_until(lambda: world.server.state.in_update, TIMEOUT)
+    other = Trainer(world, kind)
+    with pytest.raises(BridgeRefusal, match="cannot join now") as refused:
+        world.loop.run_until_complete(other._join())
+    assert refused.value.status == OCCUPIED
+    trainer.kill()
+    world.run(1.0)
+    other.begin()
+    world.run_until(lambda: not other.busy, 3 * TIMEOUT)
+    assert other.log == ["served 1"]
+    world.check_tokens()
 
 
 @pytest.mark.parametrize("kind", KINDS)

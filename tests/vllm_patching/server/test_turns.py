@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.vllm_patching.server.bridge_world import CLOCKED, TIMEOUT, FakeWriter, Trainer, World
 from tests.vllm_patching.server.fake_engine import CACHE_BYTES, PARAMETERS, Fault
 from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
-from vllm_patching.protocol.messages import BridgeRefusal
+from vllm_patching.protocol.messages import OCCUPIED, BridgeRefusal
 from vllm_patching.server.state import Phase
 from vllm_patching.server.turns import VARIABLE, Turn, prepare
 
@@ -182,6 +182,26 @@ def test_a_stopped_trainer_keeps_its_turn_and_others_out(world: World) -> None:
     assert other.log == ["served 1"], "at once, before the watchdog has looked"
     world.run(1.0)
     assert samples(world)
+
+
+def test_a_trainer_that_joins_in_an_update_of_a_dead_one_in_its_turn_does_not_end_the_pause(
+    world: World,
+) -> None:
+    trainer = joined(world)
+    trainer.fate = ("in the write", "stopped")
+    trainer.begin()
+    world.run_until(lambda: world.server.state.in_update, TIMEOUT)
+    world.run_until(lambda: trainer.may_write, TIMEOUT)
+    trainer.kill()
+    other = Colocated(world, "single_copy")
+    with pytest.raises(BridgeRefusal, match="cannot join now") as refused:
+        world.loop.run_until_complete(other._join())
+    assert refused.value.status == OCCUPIED
+    assert world.core.paused
+    world.run(1.0)
+    finish(world, other)
+    assert samples(world)
+    world.check_tokens()
 
 
 def test_memory_that_is_not_there_is_named_and_taken_when_it_is(world: World) -> None:
