@@ -297,7 +297,11 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     with pytest.raises(
         BridgeError, match=rf"nobody else may write the weights now: trainer {who} may still write"
     ):
-        other.init("single_copy", shapes_of(load_model(str(server.model), torch.float32)))
+        other.init(
+            "single_copy",
+            shapes_of(load_model(str(server.model), torch.float32)),
+            may_wait=lambda: False,
+        )
     other.close()
     assert not asking, "a token was sampled from weights that might change under it"
 
