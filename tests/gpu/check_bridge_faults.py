@@ -177,8 +177,8 @@ class Faults:
         return outcome
 
     def second_trainer_during_update(self) -> Outcome:
-        """A second trainer while the first one's update is under way: refused, and the first is not
-        disturbed.
+        """A second trainer while the first one's update is under way: refused after its deadline,
+        and the first is not disturbed.
         """
         stage = self.stage
         first, second = stage.joined("direct"), stage.trainer()
@@ -186,7 +186,8 @@ class Faults:
         stage.hold(first, "transfer")
         started = time.monotonic()
         try:
-            stage.connect(second, "direct")
+            options = {"kind": "broadcast", "transfer": "direct"}
+            second.ask("connect_impatiently", timeout=self.limit, **options)
             told = ""
         except BenchError as error:
             told = str(error)

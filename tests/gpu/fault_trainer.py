@@ -127,8 +127,17 @@ class FaultTrainer(BenchTrainer):
             bridge.close()
         return {"error": ""}
 
+    def connect_impatiently(self, **options: Any) -> dict[str, Any]:
+        """As `connect`; wait for a second only while another trainer occupies the server."""
+        self.startup_timeout = 1.0
+        try:
+            return self.connect(**options)
+        finally:
+            self.startup_timeout = RESTART_SECONDS
+
     def commands(self) -> dict[str, Callable[..., Any]]:
-        mine = (self.sync_held, self.sync_nan, self.connect_wrong, self.connect_at_port)
+        wrong = (self.connect_wrong, self.connect_at_port, self.connect_impatiently)
+        mine = (self.sync_held, self.sync_nan, *wrong)
         return super().commands() | {method.__name__: method for method in mine}
 
     def _write_half_and_half(self, hold: Callable[[], None] | None) -> None:

@@ -657,8 +657,7 @@ class BridgeController:
                 )
             if events:
                 require_one_each("event", len(events), len(self._manifests))
-            # Before the end of a turn: that lets the engine continue, and the weights may be a
-            # mixture in an update.
+            # First: the end of a turn continues the engine, which must not sample a mixture.
             self._or_conflict(lambda: self.state.check_join(trainer))
             await self.turns.require_over(writers)
             await self._settlement.require_no_writer(self.timeout)
