@@ -504,10 +504,12 @@ class VersionRecord:
 
     Attributes:
         sampled: None where nothing is trained on, as in an evaluation.
+        routed: a server answered with the experts of tokens.
     """
 
     oldest_weights: Weights | None = None
     sampled: SampledRecord | None = field(default_factory=SampledRecord)
+    routed: bool = False
 
     def note(
         self, versions: Sequence[int] | None, epochs: Sequence[int | None] | None = None
@@ -526,6 +528,7 @@ class VersionRecord:
         self.note(generation.weight_versions, generation.weight_epochs)
         if self.sampled is None or not training:
             return
+        self.routed = self.routed or generation.routed_experts is not None
         outputs = generation.output_tokens
         spans: list[list[SamplingSpan] | None] = [None] * len(outputs)
         if generation.sampling is not None:

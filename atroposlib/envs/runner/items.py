@@ -259,6 +259,8 @@ def note_sampling(group: Any, record: VersionRecord) -> None:
         unknown = any(entry is None for entry in group.get("sampling_params") or [None])
         if unknown and record.sampled.differ:
             say_that_sampling_differs()
+    if record.routed and group.get("routed_experts") is None:
+        say_that_experts_are_left_out()
     if oldest is None:
         return
     count = len(rows or ())
@@ -289,6 +291,16 @@ def say_that_sampling_differs() -> None:
         "a rollout's requests were sampled with different parameters, and its group does not say of every sequence with which: "
         "the trainer takes its --temperature for the others. Give the group sequence_fields(nodes), or sampling_params of "
         "your own. This is said once"
+    )
+
+
+@cache
+def say_that_experts_are_left_out() -> None:
+    """Log it once for each process."""
+    logger.warning(
+        "a group is posted without routed_experts, although a server answered with them, and a "
+        "trainer with --router-replay leaves it out: if the environment makes its groups by hand, "
+        "give them sequence_fields(nodes). Logged once"
     )
 
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.runner.items import say_that_sampling_differs
+from atroposlib.envs.runner.items import (
+    say_that_experts_are_left_out,
+    say_that_sampling_differs,
+)
 from atroposlib.inference.client import APIServerConfig, VLLMServer
 from atroposlib.inference.generation import (
     Generation,
@@ -195,6 +198,27 @@ def test_what_a_judge_was_asked_says_nothing_of_the_sequences_that_it_judged() -
     assert cut == {"sampling_params": [{"temperature": 0.7}, None]}, (
         "an answer to the prompt that was cut off afterwards"
     )
+
+
+def test_a_group_by_hand_without_its_experts_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Meets(ScriptedEnv):
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            generation = Generation([0, 1], [[2, 3]], [[-0.5, -0.5]], ["stop"])
+            generation.routed_experts = ["1x1x1:AAAA"]
+            record = current_versions.get()
+            assert record is not None
+            record.note_generation(generation)
+            return await super().collect_trajectory(item)
+
+    say_that_experts_are_left_out.cache_clear()
+    script = [response(float(n), tokens=[0, 1, 2, 3], masks=[-100, -100, 2, 3]) for n in range(2)]
+    env = Meets([entry | {"routed_experts": "1x1x1:AAAA"} for entry in script])
+    run(env)
+    assert env.posted[0]["routed_experts"] == ["1x1x1:AAAA"] * 2
+    assert "routed_experts" not in caplog.text
+    run(Meets(script))
+    assert "a group is posted without routed_experts" in caplog.text
+    assert "give them sequence_fields(nodes)" in caplog.text
 
 
 def test_requests_of_an_evaluation_are_not_noted() -> None:
