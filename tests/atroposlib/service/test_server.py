@@ -101,6 +101,7 @@ def test_groups_come_back_with_every_field(service: Service) -> None:
         + [[{"temperature": 1, "tokens": 1}, {"temperature": 0.5, "tokens": 1}]],
         finish_reasons=["stop", "length", "stop", "abort"],
         successes=[True, False, None, True],
+        routed_experts=["AAE=", None, "AAE=", None],
         unknown_to_the_service=[1],
     )
     service.post("/scored_data", sent)
