@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.parallel.launch import launch
-from example_trainer.process import StopSignal, run
+from example_trainer.process import StopSignal, leave, run
 from example_trainer.training.assembly import make_trainer
 from example_trainer.training.loop import train as take_steps
 from example_trainer.training.rank_plan import plan_ranks
@@ -70,4 +70,4 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(lambda stop: main(sys.argv[1:], stop)))
+    leave(run(lambda stop: main(sys.argv[1:], stop)))

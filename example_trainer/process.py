@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 from atroposlib.utils.files import disk_refusal
 from atroposlib.utils.log_lines import LogLines
@@ -174,3 +176,18 @@ def run(main: Callable[[StopSignal], int | None]) -> int:
         logger.exception("This is a bug in the trainer, or the machine ran out of something:")
         logger.error("%s: %s", type(error).__name__, " ".join(str(error).split()))
         return 1
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with a status, also if a thread of it still waits for another rank.
+
+    Python stops such a thread in the middle of Gloo's C++ code when the interpreter ends, for which
+    the C++ runtime aborts the process (status 134). So one of several ranks leaves without that,
+    behind the functions of `atexit`.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -162,3 +162,38 @@ run(main)
                 time.sleep(0.02)
         finally:
             os.killpg(torchrun.pid, signal.SIGKILL)
+
+
+LEAVING_RANK = """
+import atexit, sys, threading
+from datetime import timedelta
+import torch, torch.distributed as dist
+from example_trainer.process import leave
+
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+if rank == 1:
+    sys.stdin.read()  # rank 0 waits for this one until it has left
+    leave(0)
+waiting = threading.Thread(target=dist.broadcast, args=(torch.zeros(1), 1), daemon=True)
+waiting.start()
+atexit.register(print, "written at the end")
+print("leaves")
+leave(143)
+"""
+
+
+def test_a_rank_leaves_with_its_status_though_a_thread_waits_for_another_rank(
+    tmp_path: Path,
+) -> None:
+    def start(rank: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", LEAVING_RANK, str(rank), str(tmp_path / "store")]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        environment = {**os.environ, "WORLD_SIZE": "2"}
+        return subprocess.Popen(command, text=True, cwd=ROOT, env=environment, **pipes)
+
+    with start(1) as other, start(0) as leaving:
+        output, _ = leaving.communicate(timeout=120)
+        other.communicate("", timeout=120)
+    assert leaving.returncode == 143
+    assert output.splitlines() == ["leaves", "written at the end"]
