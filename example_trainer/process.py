@@ -179,11 +179,11 @@ def run(main: Callable[[StopSignal], int | None]) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with a status, also if a thread of it still waits for another rank.
+    """End this process with a status, even if one of its threads still waits for another rank.
 
-    Python stops such a thread in the middle of Gloo's C++ code when the interpreter ends, for which
-    the C++ runtime aborts the process (status 134). So one of several ranks leaves without that,
-    behind the functions of `atexit`.
+    At the end of the interpreter, Python stops such a thread in the middle of Gloo's C++ code. The
+    C++ runtime then aborts the process (status 134). So a process that is one of several ranks runs
+    the functions of `atexit` and ends at once.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(status)
