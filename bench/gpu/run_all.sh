@@ -132,7 +132,8 @@ case $kind in
     ;;
   exact-on-ray)
     run 290 async_exact tests/gpu/check_async_exact.py
-    [[ $(nvidia-smi --list-gpus | wc -l) == 1 ]] || run 290 async_exact_broadcast tests/gpu/check_async_exact.py --copies 2 --name async_exact_broadcast
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') # those of CUDA_VISIBLE_DEVICES
+    [[ $gpus == 1 ]] || run 290 async_exact_broadcast tests/gpu/check_async_exact.py --copies 2 --name async_exact_broadcast
     ;;
   colocate) run 535 colocate bench/colocate.py ;;
   memory) run 530 memory_plan tests/gpu/check_memory_plan.py ;;

@@ -40,7 +40,7 @@ from typing import Any
 import httpx
 import torch
 
-from bench.gpu.processes import BenchError, Child, free_port, wait_all
+from bench.gpu.processes import BenchError, Child, among_visible, free_port, wait_all
 from bench.gpu.runs import Sitting, common_options, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
@@ -352,7 +352,7 @@ class Run:
             if on_gpu:
                 # An exact size, so that other programs may use the GPU at the same time.
                 sizes |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": CACHE_GIB << 30}
-                options["vllm_gpus"] = mode.vllm_gpus
+                options["vllm_gpus"] = among_visible(mode.vllm_gpus)
             flags = roles.vllm_flags("127.0.0.1", on_gpu, "auto", args.eager, **sizes)
             options["vllm_args"] = " ".join([*flags, *mode.vllm])
         return options

@@ -210,6 +210,17 @@ def test_a_trainer_without_gpus_of_its_own_is_put_on_vllm_s(
     assert mode.gpus_needed <= gpus
 
 
+def test_a_trainer_s_own_server_is_put_on_the_gpus_that_this_program_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = SimpleNamespace(device="cuda", steps=8, kill_after=0, eager=True)
+    run: Any = SimpleNamespace(mode=MODES["restart"], args=args, ports=[9001], handing_on=0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert Run.trainer_options(run)["vllm_gpus"] == "0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert Run.trainer_options(run)["vllm_gpus"] == "2"
+
+
 def test_what_does_not_fit_is_left_out() -> None:
     assert MODES["single_copy_tp2"].on(1).gpus_needed == 2
     assert MODES["broadcast_two_servers"].on(1).gpus_needed == 2
