@@ -35,6 +35,8 @@
 #       512 sequences, deterministic sampling, waits for updates) · 33-modes · 33-faults (one) · 33-parity (one) · 33-whole-run (two) ·
 #       33-sampling-tp2 (two: vLLM without the mode, in its own and in ours, over two GPUs) ·
 #       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels).
+#       33-moe-* (mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB): 33-moe-parity (one: 12 of its 48 layers,
+#       a million tokens) ·
 #       The kinds of 33 name the installed vLLM in the names of their results, so that the same kind under two versions gives two
 #       files. DRY=1 tries them with tiny shapes on the CPU ·
 #       cpu (a tiny model, to try the scripts) ·
@@ -233,6 +235,10 @@ case $kind in
     whole=(--seconds 520 --parts ours deterministic)
     [[ -z ${DRY:-} ]] || whole=(--dry-run --parts ours)
     run 540 whole_run bench/whole_run.py "${whole[@]}" --name "whole_run$version" ${QUESTIONS:+--questions "$QUESTIONS"}
+    ;;
+  33-moe-parity)
+    run 535 moe_parity tests/gpu/check_parity_matrix.py --shape qwen3-30b-a3b-12l --at-a-time 2 --least-tokens 1000000 \
+      --name "moe_parity$version" ${tiny[@]+"${tiny[@]}"}
     ;;
   cpu)
     run 600 weight_sync bench/weight_sync.py --device cpu --tiny --parts ceiling bridge throughput

@@ -20,7 +20,7 @@ import httpx
 from bench.gpu import engine_clock
 from bench.gpu.machine import describe
 from bench.gpu.processes import BenchError, Worker, device_variables, ended_by_sigterm, wait_all
-from bench.gpu.shapes import SHAPES
+from bench.gpu.shapes import SHAPES, tiny_of
 from bench.gpu.summary import find_halts, gigabytes_per_second, spread_by_phase, spread_ms
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
@@ -182,7 +182,7 @@ def load_options(concurrency: list[int], updates: int = 20, interval: float = 0.
 def shrink_if_tiny(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments with the effect of --tiny."""
     if args.tiny:
-        args.shape = "tiny"
+        args.shape = tiny_of(args.shape)
         if "ramp" in args:
             args.updates = min(args.updates, 3)
             args.concurrency, args.interval, args.ramp = [4], 0.2, 0.5

@@ -18,7 +18,7 @@ import torch
 
 from bench.gpu.processes import Answers, free_port
 from bench.gpu.shapes import SHAPES
-from bench.gpu.trainer import BenchTrainer, parse, scaled, set_up
+from bench.gpu.trainer import BenchTrainer, parse, set_up
 from example_trainer.models.decoder import Decoder
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.launch import place_of
@@ -37,25 +37,14 @@ class SpreadTrainer(BenchTrainer):
         self, shape: str, port: int, device: torch.device, timeout: float, ranks: Ranks
     ) -> None:
         super().__init__(shape, port, str(device), timeout)
-        self.ranks = ranks
+        self.ranks, self.rank = ranks, ranks.rank
 
-    def load(self, seed: int = 0, optimizer: bool = False, spare: bool = True) -> dict[str, Any]:
-        """See BenchTrainer.load; each rank draws its own rows."""
-        geometry = Geometry.from_config(SHAPES[self.shape])
-        model = self.model = self._make(geometry)
-        own = torch.Generator(device=self.device).manual_seed(1000 * seed + self.ranks.rank)
-        shared = torch.Generator(device=self.device).manual_seed(1000 * seed + 999)
-        std = 1.8 / geometry.hidden_size**0.5
-        self.sets = []
-        for _ in range(2):
-            weights = {}
-            for name, rows in self._local().items():
-                generator = shared if self._held_by_all(name) else own
-                noise = torch.randn(
-                    rows.shape, generator=generator, device=self.device, dtype=self.dtype
-                )
-                weights[name] = scaled(name, noise, std)
-            self.sets.append(weights)
+    def load(
+        self, seed: int = 0, optimizer: bool = False, spare: bool = True, drawn: bool = False
+    ) -> dict[str, Any]:
+        """See BenchTrainer.load; each rank draws its own rows, and always has both sets or none."""
+        model = self.model = self._make(Geometry.from_config(SHAPES[self.shape]))
+        self._make_sets(seed, drawn)
         self.write(0)
         mine = sum(rows.nbytes for rows in self._local().values())
         return {
@@ -65,6 +54,9 @@ class SpreadTrainer(BenchTrainer):
         }
 
     def write(self, which: int) -> None:
+        if self.drawn:
+            super().write(which)
+            return
         with torch.no_grad():
             for name, rows in self._local().items():
                 rows.copy_(self.sets[which][name])
@@ -103,10 +95,6 @@ class SpreadTrainer(BenchTrainer):
 
     def _make(self, geometry: Geometry) -> Decoder:
         return sharded_decoder(geometry, self.dtype, self.device, self.ranks.world_size)
-
-    def _held_by_all(self, name: str) -> bool:
-        """Report if all ranks hold a parameter, or a part of it, and must draw it alike."""
-        return False
 
     def _local(self) -> dict[str, torch.Tensor]:
         """This rank's rows of each parameter."""

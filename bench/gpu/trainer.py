@@ -74,7 +74,8 @@ class BenchTrainer:
         self.dtype = dtype_on(self.device)
         self.model: Decoder | None = None
         self.sets: list[dict[str, Tensor]] = []
-        self.spare = False
+        self.spare = self.drawn = False
+        self.seed = self.rank = 0
         self.served_set = 0
         self.version = -1
         self.last_checksum = ""
@@ -82,8 +83,11 @@ class BenchTrainer:
         self.bridge: WeightBridge | None = None
         self.optimizer: Any = None
         self.answers: Answers | None = None
+        self._head_norm = torch.empty(0)
 
-    def load(self, seed: int = 0, optimizer: bool = False, spare: bool = False) -> dict[str, Any]:
+    def load(
+        self, seed: int = 0, optimizer: bool = False, spare: bool = False, drawn: bool = False
+    ) -> dict[str, Any]:
         """Make the model and two sets of weights.
 
         Args:
@@ -92,26 +96,15 @@ class BenchTrainer:
             spare: keep only the set that is not in the model beside it, and exchange the two at
                 each update: for large models. Not for a single copy, whose parameters are given
                 other memory.
+            drawn: keep neither set, and draw an update's weights anew where they are read: for
+                models that do not fit twice. A write then takes as long as the drawing.
         """
         before = self._memory_used()
-        geometry = Geometry.from_config(SHAPES[self.shape])
-        self.model = self.decoder(geometry, self.dtype, self.device)
-        generator = torch.Generator(device=self.device).manual_seed(seed)
-        std = (
-            1.8 / geometry.hidden_size**0.5
-        )  # logits of a spread at which another set of weights shows at once
-        self.sets = []
-        for _ in range(2):
-            weights = {}
-            for name, parameter in self.model.named_parameters():
-                noise = torch.randn(
-                    parameter.shape, generator=generator, device=self.device, dtype=self.dtype
-                )
-                weights[name] = scaled(name, noise, std)
-            self.sets.append(weights)
+        self.model = self.decoder(Geometry.from_config(SHAPES[self.shape]), self.dtype, self.device)
+        self._make_sets(seed, drawn)
         self.write(0)
-        self.spare = spare
-        if spare:
+        self.spare = spare and not drawn
+        if self.spare:
             self.sets[0] = {}
         if optimizer:
             from example_trainer.training.optimizer import MasterAdamW
@@ -125,8 +118,12 @@ class BenchTrainer:
         }
 
     def write(self, which: int) -> None:
-        """Copy a set into the model's parameters, wherever their memory is."""
+        """Copy or draw a set into the model's parameters, wherever their memory is."""
         assert self.model is not None
+        if self.drawn:
+            self._draw(which, self._local())
+            self.served_set = which
+            return
         if self.spare:
             if which != self.served_set:
                 self._exchange(self.sets[which])
@@ -266,13 +263,12 @@ class BenchTrainer:
         a single copy shows it.
         """
         assert self.model is not None
-        weight = self.model.model.norm.weight
-        with torch.no_grad():
-            weight.copy_(
-                self.sets[self.served_set]["model.norm.weight"]
-                if undo
-                else torch.zeros_like(weight)
-            )
+        weight = self.model.model.norm.weight.detach()
+        if undo:
+            weight.copy_(self._head_norm)
+        else:
+            self._head_norm = weight.clone()
+            weight.zero_()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return {"vocab": self.model.geometry.vocab_size}
@@ -427,6 +423,42 @@ class BenchTrainer:
 
     def _master_port(self) -> int:
         return free_port()
+
+    def _local(self) -> dict[str, Tensor]:
+        """This process's rows of each parameter."""
+        assert self.model is not None
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def _held_by_all(self, name: str) -> bool:
+        """Report if all ranks hold a parameter, or a part of it, and must draw it alike."""
+        return False
+
+    def _make_sets(self, seed: int, drawn: bool) -> None:
+        self.seed, self.drawn = seed, drawn
+        self.sets = [{}, {}]
+        for which in () if drawn else (0, 1):
+            self.sets[which] = {
+                name: torch.empty(rows.shape, device=self.device, dtype=self.dtype)
+                for name, rows in self._local().items()
+            }
+            self._draw(which, self.sets[which])
+
+    @torch.no_grad()
+    def _draw(self, which: int, into: dict[str, Tensor]) -> None:
+        """Fill tensors with the values of a set, which are the same each time."""
+        assert self.model is not None
+        # Logits of a spread at which another set of weights shows at once.
+        std = 1.8 / self.model.geometry.hidden_size**0.5
+        seed = 1000 * (2 * self.seed + which)
+        own, shared = (
+            torch.Generator(device=self.device).manual_seed(number)
+            for number in (seed + self.rank, seed + 999)
+        )
+        for name, rows in into.items():
+            generator = own
+            if self._held_by_all(name):
+                generator = shared
+            scaled(name, rows.normal_(generator=generator), std)
 
     def _exchange(self, weights: dict[str, Tensor]) -> None:
         assert self.model is not None

@@ -130,10 +130,11 @@ def test_a_server_with_other_weights_is_an_error(sitting: LoadedSitting) -> None
             sitting.check(Peer(check=good | wrong))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("spare", [False, True])
-def test_an_answer_belongs_to_the_weights_that_gave_it(spare: bool) -> None:
-    trainer = BenchTrainer("tiny", 1, "cpu", timeout=1.0)
-    trainer.load(spare=spare)
+@pytest.mark.parametrize("kept", [{}, {"spare": True}, {"drawn": True}], ids=str)
+def test_an_answer_belongs_to_the_weights_that_gave_it(kept: dict[str, bool]) -> None:
+    trainer = BenchTrainer("tiny-mixture", 1, "cpu", timeout=1.0)
+    trainer.load(**kept)
+    assert any(trainer.sets) != kept.get("drawn", False)
     assert trainer.model is not None
     prompt, sampled = trainer._prompt(0), torch.randint(3, 1000, (2, 6))
     ids = torch.cat((torch.tensor([prompt] * 2), sampled), -1)

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from bench import generate_cost
 from bench.colocate import MODES, longest, parse, report, summary
-from bench.gpu.shapes import SHAPES, model_bytes, shard_shapes
+from bench.gpu.shapes import (
+    SHAPES,
+    active_parameters,
+    cache_gib,
+    model_bytes,
+    shard_shapes,
+    tiny_of,
+)
 from bench.gpu.summary import (
     Pair,
     alternate,
@@ -106,6 +113,25 @@ def test_shapes_are_the_published_ones() -> None:
     ]
     assert halves[0] == halves[1]
     assert SHAPES["tiny"]["torch_dtype"] == "float32"
+
+
+def test_a_mixture_counts_all_experts_for_memory_and_a_tokens_own_for_arithmetic() -> None:
+    assert model_bytes("qwen3-30b-a3b") == 2 * 30_532_122_624
+    embedding = 151936 * 2048
+    assert round((active_parameters("qwen3-30b-a3b") + embedding) / 1e9, 2) == 3.35
+    whole, part = (model_bytes(shape) for shape in ("qwen3-30b-a3b", "qwen3-30b-a3b-12l"))
+    others = 2 * 2 * (2 * embedding + 2048)  # embedding, output matrix and norm, once more
+    assert 4 * part - whole == pytest.approx(3 * others / 2, rel=1e-6)
+    assert active_parameters("qwen3-1.7b") == pytest.approx(1.72e9, rel=0.001)
+    assert [tiny_of(shape) for shape in ("qwen3-8b", "qwen3-30b-a3b-4l")] == [
+        "tiny",
+        "tiny-mixture",
+    ]
+
+
+def test_a_cache_has_room_for_the_tokens_of_each_rank() -> None:
+    assert cache_gib("qwen3-0.6b", 1 << 18) == 28
+    assert [cache_gib("qwen3-30b-a3b-24l", 1 << 18, tp) for tp in (1, 2, 4, 8)] == [12, 6, 3, 3]
 
 
 class Machine:

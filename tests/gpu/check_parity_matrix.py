@@ -3,6 +3,7 @@ same time?
 
     python tests/gpu/check_parity_matrix.py --output DIR                      1 GPU: servers and trainers on it
     python tests/gpu/check_parity_matrix.py --output DIR --shape qwen3-1.7b
+    python tests/gpu/check_parity_matrix.py --output DIR --shape qwen3-30b-a3b-12l --at-a-time 2    a mixture of experts
     python tests/gpu/check_parity_matrix.py --output DIR --gpus 2             broadcast from a trainer on the second GPU
     python tests/gpu/check_parity_matrix.py --output DIR --tiny --device cpu  only the control, to try the script without a GPU
 
@@ -27,7 +28,7 @@ from typing import Any
 
 from bench.gpu.processes import Worker
 from bench.gpu.runs import Sitting, common_options, run_and_report, shrink_if_tiny
-from bench.gpu.shapes import write_model_folder
+from bench.gpu.shapes import cache_gib, write_model_folder
 from bench.gpu.summary import table
 from bench.gpu.vllm_server import VllmServer
 from bench.measured import Options, command_line
@@ -41,7 +42,7 @@ SYNC_CELL: Cell = {"concurrency": 64, "requests": 64, "prompts": EDGES, "new": (
 SERVERS: dict[str, tuple[tuple[str, ...], int, dict[str, Cell]]] = {
     "graphs, chunks, prefix cache": (
         ("--deterministic", "--max-num-batched-tokens", "2048"),
-        28,
+        1 << 18,
         {
             "1 at a time": {
                 "concurrency": 1,
@@ -106,7 +107,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], int, dict[str, Cell]]] = {
             ),
             *("--max-num-batched-tokens", "8192"),
         ),
-        14,
+        1 << 17,
         {
             "8 at a time": {"concurrency": 8, "requests": 16, "prompts": EDGES, "new": (100, 200)},
             "256 at a time": {
@@ -119,16 +120,16 @@ SERVERS: dict[str, tuple[tuple[str, ...], int, dict[str, Cell]]] = {
     ),
     "graphs, small cache": (
         ("--deterministic", "--num-gpu-blocks-override", "1200"),
-        4,
+        36_000,
         {"preempted": {"concurrency": 128, "requests": 192, "prompts": EDGES, "new": (300, 600)}},
     ),
     "control: mode off": (
         (),
-        6,
+        56_000,
         {"64 at a time": {"concurrency": 64, "requests": 128, "prompts": EDGES, "new": (200, 400)}},
     ),
 }
-"""Name -> its flags, GiB of its cache, and its cells."""
+"""Name -> its flags, tokens of its cache, and its cells."""
 
 TINY_CELL: Cell = {"concurrency": 4, "requests": 6, "prompts": (1, 17, 40), "new": (4, 12)}
 
@@ -141,26 +142,35 @@ class Matrix(Sitting):
         self.model = write_model_folder(work / "model", args.shape)
 
     def run(self) -> None:
-        """All servers start at the same time; one trainer after the other, as its server is ready."""
+        """Start the servers together, or as few at a time as asked; measure one after the other."""
         self.describe()
         kinds = [
             name for name in SERVERS if self.on_gpu or "--deterministic" not in SERVERS[name][0]
         ]
         chosen = [name for name in kinds if self.args.only in name]
-        servers = {name: self._start(name) for name in chosen}
-        for name, server in servers.items():
-            if self.results.measure(name, "ready", run=partial(self.ready, server)) is None:
-                continue
-            self._measure(name, server, "single_copy", SERVERS[name][2])
-            if name == kinds[0]:
-                self._measure(name, server, "broadcast", {})
+        waiting, servers = list(chosen), dict[str, VllmServer]()
+        for name in chosen:
+            while waiting and len(servers) < (self.args.at_a_time or len(chosen)):
+                following = waiting.pop(0)
+                servers[following] = self._start(following)
+            server = servers[name]
+            if self.results.measure(name, "ready", run=partial(self.ready, server)) is not None:
+                self._measure(name, server, "single_copy", SERVERS[name][2])
+                if name == kinds[0]:
+                    self._measure(name, server, "broadcast", {})
             server.stop()
+            del servers[name]
+        compared = total(self.results.data)["tokens"]
+        if self.on_gpu and compared < self.args.least_tokens:
+            self.results.failures.append(
+                f"{compared} tokens compared, at least {self.args.least_tokens} wanted"
+            )
 
     def _start(self, name: str) -> VllmServer:
-        flags, gibibytes, _ = SERVERS[name] if self.on_gpu else ((), 1, {})
+        flags, tokens, _ = SERVERS[name] if self.on_gpu else ((), 1, {})
         return self.server(
             name.replace(",", "").replace(":", ""), self.model, max_model_len=4096 if self.on_gpu else 512,
-            max_num_seqs=512 if self.on_gpu else 8, flags=flags, cache_gib=gibibytes,
+            max_num_seqs=512 if self.on_gpu else 8, flags=flags, cache_gib=cache_gib(self.args.shape, tokens),
         )  # fmt: skip
 
     def _measure(self, name: str, server: VllmServer, bridge: str, cells: dict[str, Cell]) -> None:
@@ -251,6 +261,12 @@ OPTIONS: Options = {
     "--name": {"help": "of the results file, without .json"},
     "--gpus": {"type": int, "choices": [1, 2], "default": 1},
     "--only": {"default": "", "help": "only servers whose name holds this"},
+    "--least-tokens": {"type": int, "default": 0, "help": "fewer compared tokens are a failure"},
+    "--at-a-time": {
+        "type": int,
+        "default": 0,
+        "help": "servers on the GPU at the same time, the next one starts when one has ended; default: all",
+    },
 }
 
 

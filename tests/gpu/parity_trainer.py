@@ -25,8 +25,10 @@ class ParityTrainer(ComparingTrainer):
     decoder = staticmethod(deterministic_decoder)
 
     def load(self, **options: Any) -> dict[str, Any]:
-        """See BenchTrainer. The model follows the server's sum plan, if that has one."""
-        loaded = super().load(**options)
+        """See BenchTrainer; no set of weights is kept. The model follows the server's sum plan, if
+        that has one.
+        """
+        loaded = super().load(drawn=True, **options)
         served = self._get("/bridge/info")["deterministic"] or {"provenance": {}}
         plan = plan_of(served["provenance"])
         return {**loaded, **self.plan(plan.parts)}
