@@ -27,6 +27,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
+
 from bench.gpu.runs import Sitting, common_options, run_and_report, shrink_if_tiny
 from bench.gpu.shapes import SHAPES, write_model_folder
 from bench.gpu.summary import table
@@ -38,6 +40,7 @@ LOAD_SECONDS, ASK_SECONDS = 300.0, 180.0
 LOADS: dict[str, dict[str, Any]] = {
     "1 sequence": {"count": 1, "new_tokens": 512, "prompt_tokens": 32, "seeded": False},
     "1 sequence, seeded": {"count": 1, "new_tokens": 512, "prompt_tokens": 32, "seeded": True},
+    "32 sequences": {"count": 32, "new_tokens": 512, "prompt_tokens": 32, "seeded": False},
     "256 sequences": {"count": 256, "new_tokens": 512, "prompt_tokens": 32, "seeded": False},
     "256 sequences, seeded": {"count": 256, "new_tokens": 512, "prompt_tokens": 32, "seeded": True},
     "256 sequences, long prompts": {
@@ -94,7 +97,7 @@ class Cost(Sitting):
                 "load",
                 max_model_len=2048,
                 max_num_seqs=256,
-                cache_bytes=(32 if self.on_gpu else 1) << 30,
+                cache_bytes=self._cache_gib() << 30,
             )
         ready = {
             mode: engine
@@ -131,6 +134,15 @@ class Cost(Sitting):
                 self.results.measure("kernels", name, mode, run=ask)
         for engine in engines.values():
             engine.stop()
+
+    def _cache_gib(self) -> int:
+        """Return what an engine keeps for keys and values, in GiB: 32 hold the longest load, and
+        three engines share a GPU of 80 GB.
+        """
+        if not self.on_gpu:
+            return 1
+        total = torch.cuda.get_device_properties(0).total_memory >> 30
+        return 32 if total > 120 else 20
 
     def _step(self) -> None:
         steps = TINY_STEPS if self.args.tiny else STEPS
