@@ -1,16 +1,18 @@
-"""Measure the cost of deterministic mode: vLLM without it, in its own batch-invariant mode and in
+r"""Measure the cost of deterministic mode: vLLM without it, in its own batch-invariant mode and in
 ours; and the trainer's step.
 
     python bench/deterministic_cost.py --output DIR                           1 GPU, Qwen3-1.7B
     python bench/deterministic_cost.py --output DIR --shape qwen3-0.6b
     python bench/deterministic_cost.py --output DIR --parts rollout --tp 2    2 GPUs, each engine over both of them
+    python bench/deterministic_cost.py --output DIR --parts rollout --shape qwen3-30b-a3b --one-at-a-time \
+        --loads "32 sequences" "256 sequences" --new-tokens 256               1 GPU of 80 GB, a mixture of experts
     python bench/deterministic_cost.py --output DIR --parts rollout --modes off --tiny --device cpu   vLLM as it comes, on a CPU
     python bench/deterministic_cost.py --output DIR --parts step --tiny --device cpu   that the script runs, without a GPU
 
 All engines are started together and measured one after the other, in three rounds, on the same GPU;
-then the GPU's kernels are timed. With --tp each engine splits its weights over several GPUs (not
-measured on GPUs yet). Prints tables and writes deterministic_cost_SHAPE.json. Ratios are
-mode on ÷ off: 1 costs nothing.
+then the GPU's kernels are timed. With --one-at-a-time the rounds of an engine follow each other.
+With --tp each engine splits its weights over several GPUs (not measured on GPUs yet). Prints tables
+and writes deterministic_cost_SHAPE.json. Ratios are mode on ÷ off: 1 costs nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +31,15 @@ from typing import Any
 
 import torch
 
+from bench.gpu.processes import Worker
 from bench.gpu.runs import Sitting, common_options, run_and_report, shrink_if_tiny
-from bench.gpu.shapes import SHAPES, write_model_folder
+from bench.gpu.shapes import (
+    SHAPES,
+    active_parameters,
+    cache_gib,
+    model_bytes,
+    write_model_folder,
+)
 from bench.gpu.summary import table
 from bench.measured import Options, command_line
 
@@ -50,6 +59,10 @@ LOADS: dict[str, dict[str, Any]] = {
         "seeded": False,
     },
 }
+SHARED_CACHE_GIB = 20
+SEATS = 256
+PAGES_ROOM = 64
+"""Tokens of the cache beside those of a sequence: its last page, and one for what is in flight."""
 ROUNDS = 3
 PROFILED = {"1 sequence": 64, "256 sequences": 32}
 """Load -> tokens of each sequence while the GPU's kernels are timed; after the measurements, which
@@ -69,10 +82,19 @@ class Cost(Sitting):
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
         super().__init__(args, work, stack, shape=args.shape)
         self.model = write_model_folder(work / "model", args.shape)
+        self.vocab: int = SHAPES[args.shape]["vocab_size"]
+        self.loads = {name: dict(LOADS[name]) for name in args.loads}
+        for load in self.loads.values() if args.new_tokens else ():
+            load["new_tokens"] = args.new_tokens
 
     def run(self) -> None:
         """The parts that were asked for."""
-        self.describe(tp=self.args.tp)
+        self.describe(
+            tp=self.args.tp,
+            loads=self.loads,
+            model_bytes=model_bytes(self.args.shape),
+            active_parameters=active_parameters(self.args.shape),
+        )
         try:
             if "rollout" in self.args.parts:
                 self._rollout()
@@ -83,6 +105,14 @@ class Cost(Sitting):
 
     def _rollout(self) -> None:
         modes = [mode for mode in MODES if mode in self.args.modes]
+        if not self.args.one_at_a_time:
+            self._together(modes)
+            return
+        for mode in modes:
+            self._together([mode])
+
+    def _together(self, modes: list[str]) -> None:
+        """Measure these engines, all started at the same time."""
         engines = {
             mode: self.worker(
                 f"rollout {mode}",
@@ -92,13 +122,9 @@ class Cost(Sitting):
             )
             for mode in modes
         }
+        cache = self._cache_gib(len(modes)) << 30
         for engine in engines.values():
-            engine.send(
-                "load",
-                max_model_len=2048,
-                max_num_seqs=256,
-                cache_bytes=self._cache_gib() << 30,
-            )
+            engine.send("load", max_model_len=2048, max_num_seqs=SEATS, cache_bytes=cache)
         ready = {
             mode: engine
             for mode, engine in engines.items()
@@ -107,42 +133,53 @@ class Cost(Sitting):
             )
             is not None
         }
-        vocab = SHAPES[self.args.shape]["vocab_size"]
+        self._sample(ready)
+        if self.on_gpu:
+            self._time_kernels(ready)
+        for engine in engines.values():
+            engine.stop()
+
+    def _sample(self, ready: dict[str, Worker]) -> None:
         for attempt in range(
             ROUNDS + 1
         ):  # the first one compiles what the engines have left until now
-            for name, load in LOADS.items():
+            for name, load in self.loads.items():
                 for mode, engine in ready.items():
-                    options = {**load, "vocab": vocab, "seed": 1000 * attempt}
+                    options = {**load, "vocab": self.vocab, "seed": 1000 * attempt}
                     if self.args.tiny:
                         options |= {"count": min(2, load["count"]), "new_tokens": 8}
                     if attempt == 0:
                         options["new_tokens"] = 4
                     ask = partial(engine.ask, "generate", timeout=ASK_SECONDS, **options)
                     self.results.measure("rollout", mode, name, f"round {attempt}", run=ask)
-        for name, tokens in PROFILED.items() if self.on_gpu else ():
+
+    def _time_kernels(self, ready: dict[str, Worker]) -> None:
+        for name, tokens in PROFILED.items():
+            if name not in self.loads:
+                continue
+            load = {key: self.loads[name][key] for key in ("count", "prompt_tokens")}
             for mode, engine in ready.items():
-                load = {key: LOADS[name][key] for key in ("count", "prompt_tokens")}
                 ask = partial(
                     engine.ask,
                     "kernels",
                     timeout=ASK_SECONDS,
-                    vocab=vocab,
+                    vocab=self.vocab,
                     new_tokens=tokens,
                     **load,
                 )
                 self.results.measure("kernels", name, mode, run=ask)
-        for engine in engines.values():
-            engine.stop()
 
-    def _cache_gib(self) -> int:
-        """Return what an engine keeps for keys and values, in GiB: 32 hold the longest load, and
+    def _cache_gib(self, engines: int) -> int:
+        """Return what an engine keeps for keys and values, in GiB: room for the longest load, but
         three engines share a GPU of 80 GB.
         """
         if not self.on_gpu:
             return 1
+        needed = cache_gib(self.args.shape, most_tokens(self.loads), self.args.tp)
         total = torch.cuda.get_device_properties(0).total_memory >> 30
-        return 32 if total > 120 else 20
+        if engines == 1 or total > 120:
+            return needed
+        return min(needed, SHARED_CACHE_GIB)
 
     def _step(self) -> None:
         steps = TINY_STEPS if self.args.tiny else STEPS
@@ -156,6 +193,14 @@ class Cost(Sitting):
                 ask = partial(worker.ask, "steps", timeout=ASK_SECONDS, **batch)
                 self.results.measure("step", mode, name, run=ask)
             worker.stop()
+
+
+def most_tokens(loads: dict[str, dict[str, Any]]) -> int:
+    """Return the tokens that are in the cache at once at most, so that no sequence is preempted."""
+    return max(
+        load["count"] * (load["prompt_tokens"] + load["new_tokens"] + PAGES_ROOM)
+        for load in loads.values()
+    )
 
 
 def speed(data: dict[str, Any], part: str, mode: str, name: str) -> float | None:
@@ -240,6 +285,16 @@ OPTIONS: Options = {
     "--parts": {"nargs": "+", "choices": PARTS, "default": list(PARTS)},
     "--tp": {"type": int, "default": 1, "help": "GPUs that each vLLM engine is split over"},
     "--modes": {"nargs": "+", "choices": MODES, "default": list(MODES), "help": "of vLLM"},
+    "--loads": {"nargs": "+", "choices": LOADS, "default": list(LOADS), "metavar": "LOAD"},
+    "--new-tokens": {
+        "type": int,
+        "default": 0,
+        "help": "of each sequence, instead of a load's own",
+    },
+    "--one-at-a-time": {
+        "action": "store_true",
+        "help": "start an engine when the one before has ended: for models that do not fit several times",
+    },
 }
 
 

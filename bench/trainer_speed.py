@@ -53,6 +53,16 @@ LONG = {
     "warm_up": 2,
 }
 
+OFFLOADED: dict[str, Any] = {
+    "shape": "qwen3-8b",
+    "length": 4096,
+    "checkpointing": True,
+    "offload": True,
+    "bins": 2,
+    "warm_up": 1,
+    "repeats": 2,
+    "seconds": 400,
+}
 CASES: dict[str, Case] = {
     "1.7B, 512": Case("ours"),
     "1.7B, 512, plain PyTorch, layers compiled": Case("plain, layers compiled"),
@@ -94,17 +104,8 @@ CASES: dict[str, Case] = {
     "1.7B, groups of 8, prompt shared": Case("ours", **GROUPS, share=True),
     "1.7B, groups of 8, prompt repeated": Case("ours", **GROUPS),
     "1.7B, 512, with a checkpoint": Case("ours", saved_steps=5, repeats=2, seconds=300),
-    "8B, one GPU, offloaded": Case(
-        "ours",
-        "qwen3-8b",
-        length=4096,
-        checkpointing=True,
-        offload=True,
-        bins=2,
-        warm_up=1,
-        repeats=2,
-        seconds=400,
-    ),
+    "8B, one GPU, offloaded": Case("ours", **OFFLOADED),
+    "8B, one GPU, offloaded, deterministic": Case("ours, deterministic", **OFFLOADED),
 }
 """In this order, so that what is compared with each other is measured together and what must be
 there comes first."""
@@ -126,8 +127,8 @@ def longest(length: int) -> Case:
     )
 
 
-def tiny(case: Case, device: str) -> Case:
-    """The same case, of the tiny shape and with few tokens."""
+def tiny(case: Case, device: str, shape: str = "tiny") -> Case:
+    """The same case, of a tiny shape and with few tokens."""
     shrunk = {
         "length": max(24, case.length // 128),
         "prompt": min(case.prompt, 9),
@@ -138,7 +139,7 @@ def tiny(case: Case, device: str) -> Case:
         "tokens": max(case.tokens // 128, shrunk["length"] * case.group),
         "bins": min(case.bins, 2),
     }
-    return replace(case, shape="tiny", device=device, **shrunk)
+    return replace(case, shape=shape, device=device, **shrunk)
 
 
 class TrainerSpeed(Sitting):
@@ -156,7 +157,7 @@ class TrainerSpeed(Sitting):
         alone = self.args.alone or not self.on_gpu
         self.describe(cases_at_a_time=1 if alone else len(self.gpus))
         asked = {
-            name: case
+            self._label(name): case
             for name, case in CASES.items()
             if not self.args.only or name in self.args.only
         }
@@ -172,6 +173,13 @@ class TrainerSpeed(Sitting):
                 1,
                 "longest",
             )
+
+    def _label(self, name: str) -> str:
+        """Return a case's name in the results, with the shape that was asked for."""
+        shape: str = self.args.shape or "tiny"
+        if shape.startswith("tiny"):
+            return name
+        return f"{shape}, {name.partition(', ')[2]}"
 
     def _together(self, cases: dict[str, Case], places: int, part: str = "cases") -> None:
         """Run these in their order, as many at a time as there are places, each on the GPUs of its
@@ -240,8 +248,8 @@ class TrainerSpeed(Sitting):
         return None
 
     def _start(self, name: str, case: Case, gpus: list[int]) -> Task:
-        if self.args.shape == "tiny":
-            case = tiny(case, self.args.device)
+        if (self.args.shape or "").startswith("tiny"):
+            case = tiny(case, self.args.device, self.args.shape)
         elif self.args.shape:
             case = replace(case, shape=self.args.shape)
         environment = device_variables(not self.on_gpu, ",".join(map(str, gpus)))
@@ -305,7 +313,10 @@ def report(data: dict[str, Any]) -> str:
 
 
 OPTIONS: Options = {
-    "--shape": {"choices": SHAPES, "help": "all cases with this shape; tiny: and with few tokens"},
+    "--shape": {
+        "choices": SHAPES,
+        "help": "all cases with this shape; tiny ones with few tokens too",
+    },
     "--only": {"nargs": "+", "metavar": "CASE", "choices": [*CASES, "longest"]},
     "--seconds": {"type": float, "default": inf, "help": "time limit of all cases together"},
     "--alone": {"action": "store_true", "help": "one case at a time, whatever the number of GPUs"},

@@ -36,7 +36,7 @@
 #       33-sampling-tp2 (two: vLLM without the mode, in its own and in ours, over two GPUs) ·
 #       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels).
 #       33-moe-* (mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB): 33-moe-parity (one: 12 of its 48 layers,
-#       a million tokens) ·
+#       a million tokens) · 33-moe-sampling (one: all layers; vLLM without the mode, in its own and in ours) ·
 #       The kinds of 33 name the installed vLLM in the names of their results, so that the same kind under two versions gives two
 #       files. DRY=1 tries them with tiny shapes on the CPU ·
 #       cpu (a tiny model, to try the scripts) ·
@@ -239,6 +239,13 @@ case $kind in
   33-moe-parity)
     run 535 moe_parity tests/gpu/check_parity_matrix.py --shape qwen3-30b-a3b-12l --at-a-time 2 --least-tokens 1000000 \
       --name "moe_parity$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-moe-sampling)
+    # As in 33-sampling-tp2, a CPU tries the ordinary mode alone.
+    layout=()
+    [[ -z ${DRY:-} ]] || layout=(--modes off)
+    run 540 moe_sampling bench/deterministic_cost.py --parts rollout --shape qwen3-30b-a3b --one-at-a-time --new-tokens 256 \
+      --loads "32 sequences" "256 sequences" --name "moe_sampling$version" ${layout[@]+"${layout[@]}"} ${tiny[@]+"${tiny[@]}"}
     ;;
   cpu)
     run 600 weight_sync bench/weight_sync.py --device cpu --tiny --parts ceiling bridge throughput
