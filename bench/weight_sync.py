@@ -4,6 +4,8 @@
     python bench/weight_sync.py --output DIR --shape qwen2.5-14b --tp 2          4 GPUs: vLLM on 0 and 1, the trainer on 2
     python bench/weight_sync.py --output DIR --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed --parts ceiling bridge
                                                      2 GPUs: a rank of both on each, and each sends to the other GPU
+    python bench/weight_sync.py --output DIR --shape qwen3-30b-a3b --parts bridge --transfers direct --drawn --cache-gib 6
+                                                     2 GPUs of 80 GB: a mixture of experts, which fits each of them once
     python bench/weight_sync.py --output DIR --parts servers --concurrency 64    3 GPUs or more: 1, 2, … servers, one on each
     python bench/weight_sync.py --output DIR --parts single_copy                 1 GPU; so does lora
     python bench/weight_sync.py --output DIR --tiny --device cpu                 everything but the figures, without a GPU
@@ -109,7 +111,7 @@ class Benchmark(LoadedSitting):
         args, parts = self.args, set(self.args.parts)
         self.describe(
             shape=args.shape, tensor_parallel_size=args.tp, trainer_ranks=args.trainer_ranks, crossed=args.crossed,
-            model_bytes=model_bytes(args.shape), load_before=os.getloadavg(),
+            model_bytes=model_bytes(args.shape), drawn=args.drawn, load_before=os.getloadavg(),
         )  # fmt: skip
         sides = [side for side, needed_by in SIDES.items() if parts & needed_by]
         if not self.on_gpu and "engine" in sides:
@@ -176,7 +178,8 @@ class Benchmark(LoadedSitting):
         seats = max(256, *self.args.concurrency)
         # No request is preempted for lack of cache: its keys and values would be computed again
         # without an update.
-        cache = {"max_num_seqs": seats, "cache_gib": 16 * math.ceil(seats / 256)}
+        gibibytes = self.args.cache_gib or 16 * math.ceil(seats / 256)
+        cache = {"max_num_seqs": seats, "cache_gib": gibibytes}
         return self.server(name, self.model, ",".join(gpus), tp=self.args.tp, **cache, **options)
 
     def _steps(self, side: str) -> Path:
@@ -198,7 +201,8 @@ class Benchmark(LoadedSitting):
 
     def _measure_side(self, side: str, server: VllmServer, trainer: Worker) -> None:
         args, measure = self.args, self.results.measure
-        load = partial(trainer.ask, "load", timeout=180, spare=True)
+        kept = {"spare": not args.drawn, "drawn": args.drawn}
+        load = partial(trainer.ask, "load", timeout=180, **kept)
         if measure("trainers", side, run=load) is None:
             return
         self.warm_up(server, max(args.throughput_concurrency, *args.concurrency))
@@ -650,6 +654,15 @@ OPTIONS: Options = {
     "--crossed": {
         "action": "store_true",
         "help": "each rank of the trainer on the GPU of one of vLLM's that another sends to",
+    },
+    "--drawn": {
+        "action": "store_true",
+        "help": "the trainer draws the weights of an update anew and keeps no second set: for models that do not fit twice",
+    },
+    "--cache-gib": {
+        "type": int,
+        "default": 0,
+        "help": "of each GPU of vLLM's; default: 16 for 256 requests",
     },
     "--parts": {"nargs": "+", "choices": PARTS, "default": DEFAULT_PARTS},
     "--transfers": {"nargs": "+", "default": ["direct", "overlapped"]},

@@ -37,6 +37,8 @@
 #       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels).
 #       33-moe-* (mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB): 33-moe-parity (one: 12 of its 48 layers,
 #       a million tokens) · 33-moe-sampling (one: all layers; vLLM without the mode, in its own and in ours) ·
+#       33-moe-trainer (one: passes and steps at 4k, ordinary and exact) ·
+#       33-moe-update (two: all layers by broadcast) ·
 #       The kinds of 33 name the installed vLLM in the names of their results, so that the same kind under two versions gives two
 #       files. DRY=1 tries them with tiny shapes on the CPU ·
 #       cpu (a tiny model, to try the scripts) ·
@@ -246,6 +248,19 @@ case $kind in
     [[ -z ${DRY:-} ]] || layout=(--modes off)
     run 540 moe_sampling bench/deterministic_cost.py --parts rollout --shape qwen3-30b-a3b --one-at-a-time --new-tokens 256 \
       --loads "32 sequences" "256 sequences" --name "moe_sampling$version" ${layout[@]+"${layout[@]}"} ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-moe-trainer)
+    # What 80 GB hold: 5 layers with their optimizer; 12 with masters and moments in 91 GiB of the host's memory.
+    few=(--shape qwen3-30b-a3b-5l) many=(--shape qwen3-30b-a3b-12l)
+    [[ -z ${DRY:-} ]] || few=(--shape tiny-mixture --device cpu) many=(--shape tiny-mixture --device cpu)
+    run 200 moe_trainer bench/trainer_speed.py --alone --only "1.7B, 4k" "1.7B, 4k, deterministic" --seconds 190 \
+      --name "moe_trainer$version" "${few[@]}"
+    run 340 moe_trainer_offloaded bench/trainer_speed.py --alone --only "8B, one GPU, offloaded" \
+      "8B, one GPU, offloaded, deterministic" --seconds 325 --name "moe_trainer_offloaded$version" "${many[@]}"
+    ;;
+  33-moe-update)
+    run 420 moe_update bench/weight_sync.py --shape qwen3-30b-a3b --parts bridge --transfers direct --drawn --cache-gib 6 \
+      --concurrency 64 --name "moe_update$version" ${tiny[@]+"${tiny[@]}"}
     ;;
   cpu)
     run 600 weight_sync bench/weight_sync.py --device cpu --tiny --parts ceiling bridge throughput

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bench.gpu.live_bytes import Meter
 from bench.gpu.plain_decoder import PlainDecoder
 from bench.gpu.processes import answer_once
-from bench.gpu.shapes import PEAK_FLOPS, write_model_folder
+from bench.gpu.shapes import PEAK_FLOPS, active_parameters, write_model_folder
 from bench.gpu.synthetic import (
     Work,
     dtype_on,
@@ -90,9 +90,9 @@ def rates(
 ) -> dict[str, float]:
     """Tokens per second of all ranks, and shares of the peak.
 
-    mfu is of 6 operations for each forwarded token and element of the matrices, the output's
-    included; mfu_counted is of what observe/perf.py counts: the output matrix for trained tokens
-    alone, and attention.
+    mfu is of 6 operations for each forwarded token and element of the matrices that it is
+    multiplied with (a mixture's: those of its experts), the output's included; mfu_counted is of
+    what observe/perf.py counts: the output matrix for trained tokens alone, and attention.
     """
     forwarded, peak = len(bin_.tokens), PEAK_FLOPS * seconds / passes
     counted = step_flops(g, forwarded, len(bin_.targets), bin_.packing().attended_pairs)
@@ -211,7 +211,11 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
             elif model.arithmetic.ops.NAME == "fast":
                 found["attention"] = fast_attention.library_name(device)
             parameters = sum(p.numel() for p in model.parameters())
-        found |= {"parameters": parameters, "sequences": case.work.sequences}
+        found |= {
+            "parameters": parameters,
+            "active_parameters": active_parameters(case.shape),
+            "sequences": case.work.sequences,
+        }
         for _ in range(case.warm_up):
             gradient(bins[:1])
         meter.reset()
