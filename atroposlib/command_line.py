@@ -17,7 +17,7 @@ Options = TypeVar("Options", bound=BaseModel)
 METAVARS = {int: "N", float: "X", Path: "PATH"}
 UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 NOT_SHOWN = ("none", "False", "[]", "PydanticUndefined")
-"""Defaults that say no more than that the flag may be left out."""
+"""Defaults that the help leaves out: they mean only that the flag may be left out."""
 
 
 def read_bytes(value: object) -> object:
@@ -63,7 +63,7 @@ def add_flags(
         model: the settings.
         flags: the flags of a field, by the field's name; a name without dashes is a positional
             argument.
-        defaults: settings whose values the help shows; by default those of the class.
+        defaults: settings whose values the help shows; by default the class's own.
         lists_repeat: a list has an entry for each time that its flag is given.
         switch: how argparse reads a boolean field.
     """
@@ -103,7 +103,7 @@ def parse_options(
 
     Args:
         model: the program's options.
-        arguments: without the program; None for those of this process.
+        arguments: without the program; None for this process's arguments.
         prog: the program's name.
         description: for the help.
         positional: fields that are given without a flag.

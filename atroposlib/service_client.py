@@ -187,8 +187,8 @@ class RolloutServiceClient(ServiceClient):
         )
 
     async def disconnect(self, env_id: int) -> None:
-        """Tell the service that this environment is gone; one attempt, since a service that is gone
-        too needs no telling.
+        """Deregister this environment; one attempt, because a service that is gone too does not
+        need it.
         """
         try:
             response = await self._http.post(
@@ -198,9 +198,9 @@ class RolloutServiceClient(ServiceClient):
             logger.info("disconnected environment %s from the rollout service", env_id)
         except httpx.HTTPError as error:
             logger.info(
-                "the rollout service at %s was not told that environment %s stops: %s",
-                self.url,
+                "environment %s could not be deregistered at the rollout service at %s: %s",
                 env_id,
+                self.url,
                 error,
             )
 
@@ -223,7 +223,7 @@ class RolloutServiceClient(ServiceClient):
                 if response.status_code == FULL_DISK:
                     full_since = full_since or time.monotonic()
                     await self._wait_for_space(path, response, full_since)
-                    # The service is there. What it lacks later is another matter.
+                    # The service answers, so that a later failure gets the full time again.
                     patience = self._patience(call)
                     continue
                 answer = orjson.loads(self._content_of(call, response))

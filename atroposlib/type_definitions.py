@@ -10,11 +10,10 @@ else:  # the import takes 30 MiB, which each process that only reads groups woul
     ChatCompletionContentPartParam = dict[str, Any]
 
 Content = str | list[ChatCompletionContentPartParam]
-"""What a message holds: plain text, or the parts of a multimodal message."""
+"""The content of a message: plain text, or the parts of a multimodal message."""
 
 Item = Any
-"""Whatever `get_next_item` returns and `collect_trajectories` takes. Any picklable value will
-do."""
+"""An item as `get_next_item` returns and `collect_trajectories` takes it: any picklable value."""
 
 number = int | float
 UUID = str

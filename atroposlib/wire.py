@@ -1,8 +1,8 @@
 """The wire: what SDK, rollout service and trainer share about groups of rollouts.
 
 `ScoredDataGroup` lists the fields of a group, once for environments, rollout service and trainer: its
-annotations say what a field holds, and the checks on both sides follow from them. A new field is one
-line there, and one in `ScoredDataItem` if single responses carry it.
+annotations define what a field holds, and the checks on both sides follow from them. A new field is
+one line there, and one in `ScoredDataItem` if single responses carry it.
 
 For sequence `i` of a group, the `per_token` fields have one entry for each of `tokens[i]`.
 `masks[i]` holds the token id where the token is trained and -100 at prompt positions;
@@ -90,7 +90,7 @@ def path_beyond(values: Sequence[Any], bound: float) -> list[int] | None:
 
 
 def unstorable(value: Any) -> str | None:
-    """Say why a JSON document cannot hold `value` for every reader; None if it can.
+    """Return why a JSON document cannot hold `value` for every reader; None if it can.
 
     Looks at integers and floats alone.
     """
@@ -214,7 +214,7 @@ def plain_score(value: Any) -> Any:
         return plain  # an integer beyond float's range: the check of the group's shape names it
 
 
-# ---- sampling parameters: those that change the distribution that tokens are sampled from ----
+# ---- sampling parameters that change the distribution that tokens are sampled from ----
 
 NEUTRAL: dict[str, tuple[float, ...]] = {
     "top_p": (1.0,),
@@ -438,7 +438,7 @@ def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
             group[name] = values
     versions_only = "weight_version_spans" in group and "weight_epoch_spans" not in group
     if "weight_version_spans" not in group or (versions_only and "weight_epochs" in group):
-        for name in SPANS:  # some responses have only one of the two, which says nothing by itself
+        for name in SPANS:  # some responses have only one of the two, which is useless by itself
             group.pop(name, None)
     group["group_overrides"] = {}
     for item in items:

@@ -6,7 +6,7 @@ with a tool.
     python environments/calculator_server.py evaluate --env.eval_output out.json
 
 The reward is +1 when the last \boxed{} of the last answer holds the right number, else -1. Asking
-costs nothing, and nobody tells the model to.
+costs nothing, and no prompt demands it.
 
     level 1   47 + 38            what environments/arithmetic_server.py asks at its easiest: short enough to work out
     level 2   48213 + 9075       sums and differences of a number of four or five digits and one as long, or a digit shorter
@@ -55,12 +55,12 @@ DEFAULT_LEVELS = (3, 4)
 """Levels that the environment uses by default."""
 CALL_START, CALL_END = "<calc>", "</calc>"
 OFFER = f"You may use {CALL_START}."
-"""The system prompt that tells the model of the tool; without it nobody answers a call. It is short
-for a small model."""
+"""The system prompt that offers the tool to the model; without it a call gets no answer. It is
+short for a small model."""
 
 MAX_EXPRESSION = 64
-"""Characters of an expression, at most; its value has no more digits than that, and its brackets
-are no deeper."""
+"""Characters of an expression, at most; also the limit of its value's digits and of the depth of
+its brackets."""
 
 # {a} and {b} are the factors in reading order.
 PRODUCT_TEMPLATES = (
@@ -156,8 +156,8 @@ def value_of(expression: str) -> int:
     """The value of an expression of whole numbers, ``+``, ``-``, ``*`` and brackets.
 
     Raises:
-        ValueError: it is no such expression, or too long. The message is one that a model can be
-            shown.
+        ValueError: it is not such an expression, or too long. The message is fit to be shown to a
+            model.
     """
     if len(expression) > MAX_EXPRESSION:
         raise ValueError(

@@ -84,7 +84,7 @@ class JudgeConfig(BaseEnvConfig):
     )
     rubric: str = Field(
         default=RUBRIC,
-        description="What the judge is asked to look at, where a prompt has no rubric of its own",
+        description="The judge's criteria for a prompt that has no rubric of its own",
     )
     judge_url: HttpAddress | None = Field(
         default=None,
@@ -107,13 +107,12 @@ class JudgeConfig(BaseEnvConfig):
         default=0.0, ge=0, le=2, description="Temperature of the first judgement of an answer"
     )
     judge_samples: int = Field(
-        default=1, ge=1, description="Judgements of each answer, of which the mean counts"
+        default=1, ge=1, description="Judgements of each answer; their mean is its score"
     )
     judge_attempts: int = Field(
         default=3,
         ge=1,
-        description="How often a judgement is asked for until it has a number; then the item is "
-        "given up",
+        description="Requests until a judgement has a number; then the item is given up",
     )
     judge_max_requests: int = Field(
         default=64, ge=1, description="Most judgements asked for at once, of an endpoint"
@@ -152,7 +151,7 @@ class JudgeServer(OpenAIServer):
 
 
 class JudgeEnv(RowsEnv):
-    """Open questions; a model says how good the answers are."""
+    """Open questions; a model scores the answers."""
 
     name = "judge"
     env_config_cls = JudgeConfig
@@ -185,7 +184,7 @@ class JudgeEnv(RowsEnv):
         """Return the mean of the judgements; the judge sees no reasoning. An answer without text is
         worth 0.
 
-        A judge that fails says nothing about the answer, so that its failure is not a score.
+        A judge's failure is not a score, because the answer did not cause it.
         """
         shown = response.answer
         if not shown.strip():
@@ -232,7 +231,7 @@ class JudgeEnv(RowsEnv):
             "temperature": temperature,
         }
         try:
-            # As for an evaluation: what the judge is asked says nothing of how the answer was
+            # As for an evaluation, because a judge's request must not depend on how the answer was
             # sampled.
             completion = await judge.chat_completion(**request, split="eval")
         except InferenceUnavailable:
@@ -250,7 +249,7 @@ class JudgeEnv(RowsEnv):
                 f"({self.config.judge_max_tokens})",
             )
             return ""
-        # Nobody promises that what calls itself a completion has a message.
+        # Another server's completion may lack a message.
         return str(getattr(getattr(choice, "message", None), "content", None) or "")
 
     def no_judgement(self, error: Exception) -> UsageError | RolloutFailure:

@@ -78,8 +78,8 @@ class Suite:
     config: str | None = None
 
 
-# Names, splits and sizes as the cards of the data sets on the hub say (MATH-500's names its 500
-# problems in words).
+# Names, splits and sizes are from the cards of the data sets on the hub (MATH-500's card gives its
+# 500 problems in words).
 SUITES = {
     "math500": Suite("HuggingFaceH4/MATH-500", "test", 500),
     "aime24": Suite("HuggingFaceH4/aime_2024", "train", 30),

@@ -55,7 +55,7 @@ class TaskSettings(BaseModel):
         "attribute by name",
     )
     settings: dict[str, Any] = Field(
-        default_factory=dict, description="The task's own settings, over those of the level"
+        default_factory=dict, description="The task's own settings; they override the level's"
     )
 
 
@@ -213,8 +213,8 @@ class Questions:
         weights = [settings.weight for settings in self.tasks.values()]
         task = choose.choices(list(self.tasks), weights)[0]
         for attempt in range(ATTEMPTS):
-            # From the middle of the stream on, which few runs reach, lie those that take the place
-            # of held-out ones.
+            # Few runs reach the middle of the stream; questions that replace held-out ones are
+            # taken from there on.
             question = self._question(
                 task, self.first_seed, (number + attempt * (STREAM // 2 + 1)) % STREAM
             )
@@ -256,7 +256,7 @@ def score_in_this_process(task: str, config: str, entry: dict[str, Any], answer:
 
     Raises:
         UnreadableAnswer: the scorer raises over this answer only.
-        ValueError: the score is no number from 0 to 1.
+        ValueError: the score is not a number from 0 to 1.
     """
     dataset = _scorer(task, config)
     try:

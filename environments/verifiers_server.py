@@ -85,7 +85,7 @@ class Rollout:
 
 
 class RewardErrors(logging.Handler):
-    """Hears of reward functions that raised; the package logs it and goes on with 0."""
+    """Collect errors of reward functions, which the package only logs before it scores 0."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -119,7 +119,7 @@ class VerifiersEnv(NumberedItems):
         self.rows = [row for row in rows if row_key(row) not in held_out_keys]
         if rows and not self.rows:
             logger.warning(
-                "%s has no rows but those of its evaluation: it trains on what it is measured by",
+                "%s has rows for its evaluation only: it trains on the rows that measure it",
                 self.config.environment,
             )
             self.rows = rows
@@ -298,8 +298,9 @@ def load(name: str, arguments: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def handlers_of_signals_kept() -> Iterator[None]:
-    """Environments of the package put handlers of their own, which would end this process before it
-    has said goodbye.
+    """Restore the handlers of signals, which environments of the package replace by their own.
+
+    The package's handlers would end this process before it has deregistered.
     """
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,1 +1,1 @@
-"""What a person types: set up, quick start, test."""
+"""Commands for people: set up, quick start, test."""

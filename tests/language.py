@@ -1,23 +1,29 @@
 """Phrases and sentences that make prose hard to read, counted per document and per package.
 
     python -m tests.language                    # rewrite tests/language_counts.json, and print it as a table
-    python -m tests.language docs/async.md …    # list what is counted in these documents
+    python -m tests.language docs/async.md …    # list what is counted in these files
 
 The counts in the file are upper limits. They may fall, and they may move from one document to
-another; their sum may not rise.
+another; their sum may not rise. A package in PLAIN has no line there: its limit is zero, and
+tests/language_listed.py names each phrase that stays, with the reason.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
 import subprocess
 import sys
+import textwrap
+import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.language_listed import LISTED
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ROOT / "tests" / "language_counts.json"
@@ -32,6 +38,10 @@ PACKAGES = (
     "tests",
     "vllm_patching",
 )
+PLAIN = ("atroposlib", "environments", "scripts")
+"""Packages, or folders of one, without a hard phrase that is not in LISTED."""
+SAMPLES = ("studies", "tests")
+"""Packages whose strings are samples and expected texts; only comments and docstrings count."""
 LONGEST_SENTENCE = 25
 GUIDE_PHRASES_PER_1000_WORDS = 1
 GUIDES = (
@@ -49,13 +59,17 @@ PHRASES = {
     "write what a program does, as in `the log names`": r"(?:tell(?:s|ing)?|told|say(?:s|ing)?|said|hear[sd]|hearing)",
     "a program is `it`; write `which` or repeat the noun": r"(?:whoever|whom)",
     "repeat the noun": r"those\s+(?:that|who|of)|that\s+which|the\s+one\s+(?:that|of|which)|of\s+which",
-    "write `is not`": r"(?:is|are|was|were)\s+no\s+(?!longer|more)\w+",
+    "write `is not`": r"(?<!\bthere[ \n])(?:is|are|was|were)\s+no\s+(?!longer|more)\w+",
     "name the subject, or use a plainer word": r"(?:nobody|somebody|anybody|everybody|anew|likewise|meanwhile|thereby)",
 }
 """Remedy -> the phrases that it replaces."""
 WHO = re.compile(r"(?<=[,:;.]\s)who\b")
 OPENING = re.compile(r"[*_\"(]*(What|Whatever|Whether|How|That which|Those|Of)\b")
 DOCSTRING_OPENING = re.compile(r"\s*(What|Whatever|Whether|How|That|Those|Of)\b")
+HARD = re.compile(
+    rf"\b(?:(?i:{'|'.join(PHRASES.values())})|who|What|Whatever|Whether|How|That|Those|Of)\b"
+)
+"""Found wherever a phrase is; most strings of code do not have it, so that they are not parsed."""
 BULLET = r"[^\S\n]*(?:[-*+]|\d+\.)\s"
 PARAGRAPH = re.compile(
     rf"^\|.*$|^#.*$|^[^\n]*\S[^\n]*(?:\n(?!{BULLET}|[#|])[^\n]*\S[^\n]*)*", re.MULTILINE
@@ -178,25 +192,76 @@ def hits_in_document(text: str) -> list[Hit]:
     return sorted(found, key=lambda hit: hit.line)
 
 
-def hits_in_code(source: str) -> list[Hit]:
-    """List the docstrings, of attributes too, that begin with a noun clause."""
-    texts = [
+def strings(tree: ast.AST, docstrings: set[ast.expr]) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each string that is not a docstring; a value in an f-string becomes
+    one word.
+    """
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "x" for part in node.values]
+            yield node.lineno, "".join(map(str, parts))
+            waiting += [part for part in node.values if isinstance(part, ast.FormattedValue)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node not in docstrings:
+                yield node.lineno, node.value
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each comment; lines of one comment are one text."""
+    begin, previous, column, lines = 0, -1, -1, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        if token.start != (previous + 1, column) or not token.line.lstrip().startswith("#"):
+            if lines:
+                yield begin, "\n".join(lines)
+            begin, lines = token.start[0], []
+        previous, column = token.start
+        lines.append(token.string.lstrip("#: "))
+    if lines:
+        yield begin, "\n".join(lines)
+
+
+def hits_in_code(source: str, messages: bool = True) -> list[Hit]:
+    """List the docstrings, of attributes too, that begin with a noun clause, and the hard phrases
+    of comments, docstrings and, if wanted, other strings with a space in them.
+    """
+    tree = ast.parse(source)
+    docstrings = [
         node.value
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     ]
-    return [
+    found = [
         Hit(
             "docstring openings",
             node.lineno,
             str(node.value).strip().splitlines()[0][:60],
             DOCSTRING_REMEDY,
         )
-        for node in texts
+        for node in docstrings
         if DOCSTRING_OPENING.match(str(node.value))
     ]
+    texts = [*comments(source)]
+    for node in docstrings:
+        first, newline, rest = str(node.value).partition("\n")
+        texts.append((node.lineno, first.lstrip() + newline + textwrap.dedent(rest)))
+    if messages:
+        texts += [item for item in strings(tree, set(docstrings)) if " " in item[1].strip()]
+    found += [
+        hit._replace(line=line + hit.line - 1)
+        for line, text in texts
+        if HARD.search(text)
+        for hit in hits_in_document(text)
+        if hit.kind == "phrases"
+    ]
+    return sorted(found, key=lambda hit: hit.line)
 
 
 def documents() -> list[Path]:
@@ -238,21 +303,33 @@ def all_hits() -> dict[str, list[tuple[str, Hit]]]:
         name = str(path.relative_to(ROOT))
         found[name] = [(name, hit) for hit in hits_in_document(path.read_text(encoding="utf-8"))]
     for package in PACKAGES:
-        files = sorted((ROOT / package).rglob("*.py"))
-        hits = {
-            str(path.relative_to(ROOT)): hits_in_code(path.read_text(encoding="utf-8"))
-            for path in files
-        }
-        found[f"{package}/"] = [(name, hit) for name, of_file in hits.items() for hit in of_file]
+        found[f"{package}/"] = []
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            hits = hits_in_code(path.read_text(encoding="utf-8"), package not in SAMPLES)
+            folder = next((f for f in PLAIN if name.startswith(f"{f}/")), package)
+            found.setdefault(f"{folder}/", []).extend((name, hit) for hit in hits)
     return found
 
 
 def counted(hits: Mapping[str, list[tuple[str, Hit]]]) -> dict[str, dict[str, int]]:
-    """Count what all_hits lists; a kind that does not occur is left out."""
+    """Count what all_hits lists, but for LISTED; a kind that does not occur is left out."""
     return {
-        name: dict(sorted(Counter(hit.kind for _, hit in found).items()))
+        name: dict(
+            sorted(
+                Counter(hit.kind for file, hit in found if (file, hit.text) not in LISTED).items()
+            )
+        )
         for name, found in hits.items()
     }
+
+
+def unused(
+    hits: Mapping[str, list[tuple[str, Hit]]], listed: Mapping[tuple[str, str], str]
+) -> list[tuple[str, str]]:
+    """List the entries of a table like LISTED that no hit of all_hits has."""
+    there = {(file, hit.text) for found in hits.values() for file, hit in found}
+    return [entry for entry in listed if entry not in there]
 
 
 def read_counts(path: Path = COUNTS) -> dict[str, dict[str, int]]:
@@ -277,7 +354,9 @@ def write_counts(now: Mapping[str, Mapping[str, int]], path: Path = COUNTS) -> N
     neighbours.
     """
     lines = [
-        f"{json.dumps(name)}: {json.dumps(dict(counts))}" for name, counts in sorted(now.items())
+        f"{json.dumps(name)}: {json.dumps(dict(counts))}"
+        for name, counts in sorted(now.items())
+        if name.rstrip("/") not in PLAIN
     ]
     path.write_text("{\n" + ",\n\n".join(lines) + "\n}\n", encoding="utf-8")
 

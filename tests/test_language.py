@@ -88,7 +88,8 @@ def test_docstrings_begin_with_an_imperative_or_a_noun_phrase() -> None:
     source = "\n".join(
         f'def f{number}():\n    """{start}"""' for number, start in enumerate(starts)
     )
-    assert [hit.line for hit in hits_in_code(source)] == [2, 6, 8]
+    hits = [hit for hit in hits_in_code(source) if hit.kind == "docstring openings"]
+    assert [hit.line for hit in hits] == [2, 6, 8]
 
 
 @given(COUNTING)
@@ -126,3 +127,67 @@ def test_hits_may_move_but_not_rise(
     assert language.main([]) == 1
     assert "docs/page.md: 2 phrases, limit 1" in capsys.readouterr().out
     assert read_counts(tmp_path / "counts.json")["docs/page.md"] == {"phrases": 1}
+
+
+CODE = '''
+# Who waits
+# hears it told.
+
+NAME = 1  # nobody
+NEXT = 2  # likewise
+
+def f(x):
+    """Return what is said.
+
+    It is no
+    server."""
+    raise ValueError(f"no {x} heard"
+        f" of {x}", "likewise")
+'''
+
+
+@pytest.mark.parametrize(
+    ("line", "phrase"),
+    [(3, "hears"), (3, "told"), (5, "nobody"), (6, "likewise"), (9, "said"), (11, "is no server")],
+)
+def test_phrases_of_comments_and_docstrings_are_counted(line: int, phrase: str) -> None:
+    for messages in (True, False):
+        assert (line, phrase) in [(hit.line, hit.text) for hit in hits_in_code(CODE, messages)]
+
+
+def test_phrases_of_messages_are_counted_and_those_of_names_are_not() -> None:
+    added = set(hits_in_code(CODE)) - set(hits_in_code(CODE, messages=False))
+    assert [(hit.line, hit.text) for hit in added] == [(13, "heard")]
+
+
+def test_a_line_of_a_comment_belongs_to_the_one_above_it() -> None:
+    source = "a = 1  # It is no\n# server.\n\n# It is\n# no server.\n  # nor\n"
+    assert list(language.comments(source)) == [
+        (1, "It is no"),
+        (2, "server."),
+        (4, "It is\nno server."),
+        (6, "nor"),
+    ]
+
+
+def test_there_is_no_is_plain() -> None:
+    assert hits_in_document("If there is no folder, and there\nare no files, it waits.") == []
+
+
+def test_a_listed_phrase_is_not_counted_and_an_unused_entry_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hits = {"a/": [("a/b.py", hit) for hit in hits_in_document("It says no. It told us.")]}
+    listed = {("a/b.py", "says"): "a field", ("a/c.py", "told"): "a field"}
+    monkeypatch.setattr(language, "LISTED", listed)
+    assert language.counted(hits) == {"a/": {"phrases": 1}}
+    assert language.unused(hits, listed) == [("a/c.py", "told")]
+
+
+def test_a_plain_package_has_no_limit(tmp_path: Path) -> None:
+    path = tmp_path / "counts.json"
+    write_counts({"scripts/": {"phrases": 1}, "bench/": {"phrases": 2}}, path)
+    assert read_counts(path) == {"bench/": {"phrases": 2}}
+    assert language.risen({"scripts/": {"phrases": 1}}, read_counts(path)) == [
+        ("scripts/", "phrases", 1, 0)
+    ]

@@ -109,7 +109,7 @@ class RowsFile:
         may_exist: go on with a file that is there; a line that is not complete is cut off.
 
     Raises:
-        UsageError: it exists, or cannot be written; the message says what to do.
+        UsageError: it exists, or cannot be written; the message has the remedy.
     """
 
     def __init__(self, path: Path, may_exist: bool) -> None:
@@ -187,8 +187,8 @@ class Refused(RejectedByService, EnvironmentFailure):
 
 
 class Service(BlockingServiceClient):
-    """A rollout service, of which this process is the trainer. The public one, without
-    acknowledgement, will do too.
+    """A rollout service with this process as its trainer. The public one, without acknowledgement,
+    will do too.
     """
 
     caller = "collector"

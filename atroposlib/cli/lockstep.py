@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{path}\n{test_path}\n\nTry it:\n    python -m pytest {test_path}\n    python {path} --help\n"
     )
     page = "multi-turn" if options.multi_turn else "your-environment"
-    print(f"How to see what a model makes of it, and to train one on it: docs/{page}.md")
+    print(f"docs/{page}.md has the commands to try a model on it, and to train one on it")
 
 
 if __name__ == "__main__":

@@ -163,8 +163,8 @@ def read_api_key(given: str | None, path: Path | None) -> str | None:
     order; None without one.
 
     Raises:
-        SystemExit: it cannot be read, or cannot be sent in a header; the message says what to do,
-            and not the key.
+        SystemExit: it cannot be read, or cannot be sent in a header; the message has the remedy,
+            but not the key.
     """
     key, source = os.environ.get("ROLLOUT_API_KEY", ""), "ROLLOUT_API_KEY"
     if path is not None:
@@ -196,7 +196,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket bound to the address.
 
     Raises:
-        SystemExit: the address cannot be had; the message says why and what to do.
+        SystemExit: the address cannot be had; the message has the reason and the remedy.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -225,7 +225,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(StoppingServer):
-    """Says where it can be reached; uvicorn itself names only the socket that it was given."""
+    """Log the addresses of the service; uvicorn itself names only the socket that it was given."""
 
     has_page = False
 
@@ -267,9 +267,9 @@ def files_of(store: str | None, port: int, run_folder: Path | None) -> list[Path
 def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
     """The store that --store names.
 
-    Without a name, it goes on until the trainer has said that its run is over: who stopped the
-    service, a person or a scheduler, and how, says nothing of the run. A file that was named goes
-    on either way.
+    Without a name, the store of the last run is continued unless its trainer reported the end of
+    the run. A stop of the service, by a person or a scheduler, does not end a run. A file that was
+    named is continued either way.
 
     Raises:
         StoreError: it cannot be opened.
@@ -282,7 +282,7 @@ def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
         path.parent.mkdir(exist_ok=True)
     if not path.exists():
         return SqliteStore(path)
-    why = "as --new-run says"
+    why = "because of --new-run"
     if not new_run:
         store = SqliteStore(path)
         if name is not None:
@@ -294,7 +294,10 @@ def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
             )
             return store
         store.close()
-        why = f"because the trainer of the last one said that it had ended (--store {path} would have gone on with it)"
+        why = (
+            f"because the trainer of the last one reported its end (--store {path} would have "
+            "gone on with it)"
+        )
     groups = set_aside(path)
     logger.info("beginning a new run, %s", why)
     if groups:

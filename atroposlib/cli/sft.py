@@ -45,7 +45,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> BestOptions:
 def best_of_group(
     group: Group, tokenizer: Any, most: int, least_difference: float, negative: bool
 ) -> list[Row]:
-    """The rows of one group, best first; of equal scores the one that came first.
+    """The rows of one group, best first; rows of equal scores keep their order.
 
     Args:
         group: as a batch holds it.

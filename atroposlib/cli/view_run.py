@@ -1,7 +1,7 @@
 """See runs: `view-run FOLDER_OR_FILE …` serves the page of what lies there on this machine, of runs
 that are over or go on.
 
-Without a path it says where a rollout service serves the page itself.
+Without a path it prints where a rollout service serves the page itself.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def find_service(url: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve the page, or say where it is."""
+    """Serve the page, or print its address at the service."""
     arguments = parse_arguments(argv)
     try:
         check_paths(arguments.paths)

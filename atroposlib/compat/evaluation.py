@@ -1,4 +1,4 @@
-"""Evaluations that are no environments: a set of items, each run against the servers, and their
+"""Evaluations that are not environments: a set of items, each run against the servers, and their
 mean metrics.
 """
 
@@ -140,7 +140,7 @@ class RunnerOptions(BaseModel):
         default="http://localhost:9001/v1", description="OpenAI-compatible endpoint"
     )
     model_name: str = Field(
-        default="default", description="model to ask for; by default the one that is served"
+        default="default", description="model to ask for; by default the served one"
     )
 
 

@@ -26,7 +26,7 @@ jinja = Environment(
 
 
 def get_score_class(score: Any) -> str:
-    """The CSS class of a score: reward-positive, -zero or -negative; nothing for what is no number."""
+    """The CSS class of a score: reward-positive, -zero or -negative; empty if not a number."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         return ""
     if score == 0:
@@ -66,7 +66,7 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
 
     Raises:
         OSError: the file cannot be read, or the page not written.
-        ValueError: a line is no group, by its number.
+        ValueError: a line is not a group; the message has its number.
     """
     source = Path(input_path)
     page = Path(output_path or source.with_suffix(".html"))
@@ -78,7 +78,7 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
             try:
                 groups.append(create_html_for_group(json.loads(line), number))
             except (ValueError, AttributeError) as error:
-                raise ValueError(f"{source}, line {number + 1} is no group: {error}") from error
+                raise ValueError(f"{source}, line {number + 1} is not a group: {error}") from error
     whole = jinja.get_template("messages.html").render(
         title=source.name, groups=Markup("").join(map(Markup, groups))
     )

@@ -46,15 +46,15 @@ class TeacherDistillationEnv(BaseEnv, ABC):
     is sent.
 
     Position t holds the teacher's logprobs of tokens that may stand at t, the token that stands
-    there first; the first position holds none. A group says in `group_overrides` that it goes
-    without (`skip_teacher_top_k`) or wants another `teacher_top_k`. A group that the teacher does
+    there first; the first position holds none. A group's `group_overrides` may do without them
+    (`skip_teacher_top_k`) or set another `teacher_top_k`. A group that the teacher does
     not score is sent without, which is logged.
 
     Args:
         config: the environment's settings.
         server_configs: the inference servers.
-        teacher_server_configs: the teacher's. The command line gives what `teacher_config_init`,
-            YAML (`teacher:`) and flags (`--teacher.*`) say together.
+        teacher_server_configs: the teacher's. The command line merges `teacher_config_init`, YAML
+            (`teacher:`) and flags (`--teacher.*`).
     """
 
     env_config_cls = TeacherDistillationConfig
@@ -159,7 +159,8 @@ class TeacherDistillationEnv(BaseEnv, ABC):
                 return group
             if list(map(len, answer[0])) != list(map(len, answer[1])):
                 logger.warning(
-                    "a group is sent without its teacher's logprobs: those of sequence %d do not line up",
+                    "a group is sent without its teacher's logprobs: the lists of sequence %d "
+                    "differ in length",
                     index,
                 )
                 return group

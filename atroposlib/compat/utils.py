@@ -77,7 +77,7 @@ def compute_discounted_returns(rewards: np.ndarray | Sequence[float], gamma: flo
         gamma: discount, 0 to 1.
 
     Returns:
-        Shape (steps,); float32 when the rewards are no array.
+        Shape (steps,); float32 unless the rewards are an array.
     """
     steps = rewards if isinstance(rewards, np.ndarray) else np.asarray(rewards, dtype=np.float32)
     returns = np.empty_like(steps)
@@ -145,7 +145,7 @@ async def parse_http_response(resp: Any, logger: logging.Logger | None = None) -
     """The JSON of an aiohttp response.
 
     Raises:
-        Exception: the response's own, for a status of 400 or above or a body that is no JSON; its
+        Exception: the response's own, for a status of 400 or above or a body that is not JSON; its
             text is logged first.
     """
     try:

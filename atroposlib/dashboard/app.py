@@ -70,8 +70,8 @@ STATIC = Path(__file__).parent / "static"
 FOLLOW_SECONDS = 1.0
 """Seconds between two readings of the files of a run that a page shows."""
 THREADS = 2
-"""That read files for the page, and as many that search rollouts. They are its own: however many
-pages are open, the service's threads stay free, and charts do not wait for a search."""
+"""Threads that read files for the page, and as many that search rollouts. They are its own: however
+many pages are open, the service's threads stay free, and charts do not wait for a search."""
 GZIP_FROM, GZIP_LEVEL = 1000, 1
 """Bytes of an answer that is compressed; numbers compress nearly as well at this level as at
 any."""
@@ -84,7 +84,7 @@ class RunPage:
         roots: folders of runs.
         auth: access rules.
         hub: of the pages that are open.
-        live: the service that serves it, which tells the same hub; None for a page of files.
+        live: the service that serves it and reports to the same hub; None for a page of files.
         tokenizer: folder or name of the tokenizer of rollouts that are read from files of groups.
     """
 
@@ -134,8 +134,8 @@ class RunPage:
             for run in self.hub.runs():
                 try:
                     await self.in_thread(self.runs.get, run)
-                except UnknownRunError:  # its folder is gone; the page says so when it asks again
-                    continue
+                except UnknownRunError:
+                    continue  # its folder is gone; the page shows that at its next request
                 except Exception:
                     logger.exception("the page could not read the files of %s; it tries again", run)
             await asyncio.sleep(FOLLOW_SECONDS)

@@ -125,7 +125,7 @@ class Sessions:
             self._save()
         except (OSError, ValueError) as error:
             logger.warning(
-                "%s cannot be read (%s): everybody has to sign in to the page again",
+                "%s cannot be read (%s): all users have to sign in to the page again",
                 path,
                 fault_of(error),
             )
@@ -256,7 +256,8 @@ class PageAuth:
             name = host_name(host)
             if name not in self.hosts and not is_loopback(name):
                 return (
-                    f"the Host {host[:200]!r} is no name of this machine alone; open the page at http://127.0.0.1:PORT/ui, or "
+                    f"the Host {host[:200]!r} is not a name of this machine alone; open the page "
+                    "at http://127.0.0.1:PORT/ui, or "
                     "start the service with --allow-host NAME or with a key"
                 )
         return foreign_page(scope, headers)
@@ -342,9 +343,7 @@ class PageAuthMiddleware:
             if answer.started:
                 raise
             logger.exception("the page could not answer %s", scope["path"][:200])
-            failed = self.refuse(
-                scope, 500, "the page has failed here; the log of its service says how"
-            )
+            failed = self.refuse(scope, 500, "the page has failed here; see the log of its service")
             await failed(scope, receive, answer.send)
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -364,7 +363,10 @@ class PageAuthMiddleware:
     def _sign_in_first(self, scope: Scope) -> Response:
         path: str = scope["path"]
         if path.startswith(API) or scope["method"] not in SAFE_METHODS:
-            why = "nobody is signed in, or the sign-in has ended: sign in again, or send 'Authorization: Bearer <api key>'"
+            why = (
+                "no user is signed in, or the sign-in has ended: sign in again, or send "
+                "'Authorization: Bearer <api key>'"
+            )
             return self.refuse(scope, 401, why, sign_in=SIGN_IN)
         query = scope.get("query_string", b"").decode("latin-1")
         target = f"{path}?{query}".removesuffix("?")

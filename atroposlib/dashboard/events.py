@@ -65,11 +65,14 @@ def events_of_row(row: Mapping[str, Any]) -> Iterator[Event]:
     step = whole(row.get("step"))
     if skipped := number(row.get("batches_skipped")):
         text = f"{skipped:g} batch{'es' * (skipped > 1)} could not be trained on before step {step}"
-        remedy = "the trainer's log says why; --max-skipped-batches and --skip-nonfinite say how many in a row are borne"
+        remedy = (
+            "the trainer's log has the reason; --max-skipped-batches and --skip-nonfinite "
+            "limit how many in a row are borne"
+        )
         yield Event(kind="skipped_batch", text=text, step=step, severity="warning", remedy=remedy)
     if skipped := number(row.get("updates_skipped")):
         text = f"{skipped:g} update{'s' * (skipped > 1)} of step {step} could not be taken"
-        remedy = "the trainer's log says why"
+        remedy = "the trainer's log has the reason"
         yield Event(kind="skipped_batch", text=text, step=step, severity="warning", remedy=remedy)
     if mismatched := number(row.get("mismatched_tokens")):
         compared = number(row.get("compared_tokens")) or 0
@@ -175,7 +178,7 @@ def _of_server(
     if before["instance"] and after["instance"] and before["instance"] != after["instance"]:
         yield _change("server_restarted", f"{url} was restarted", "warning")
     elif (after["failures"] or 0) > (before["failures"] or 0):
-        text = f"{url} refused an update: {after['last_error'] or 'it does not say why'}"
+        text = f"{url} refused an update: {after['last_error'] or 'it gives no reason'}"
         yield _change("refused_update", text, "error", "the trainer sends it again; see its log")
     if after["standing"] == "quarantined" != before["standing"]:
         text, remedy = (
@@ -199,7 +202,7 @@ def _of_trainer(before: Stack, after: Stack) -> Iterator[dict[str, Any]]:
     skipped = new["batches_skipped"] - old["batches_skipped"]
     if skipped > 0:
         text = f"the trainer skipped {skipped} batch{'es' * (skipped > 1)}"
-        yield _change("skipped_batch", text, "warning", "its log says why")
+        yield _change("skipped_batch", text, "warning", "its log has the reason")
 
 
 def _name_of(model: str) -> str:

@@ -26,7 +26,7 @@ from atroposlib.inference.server_manager import ServerManager
 from atroposlib.type_definitions import Item
 from atroposlib.wire import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa: F401
 
-# What is not used here is imported for environments, which find it here in the public SDK.
+# Imports that this file does not use are for environments: the public SDK has them here.
 
 T = TypeVar("T")
 
@@ -152,7 +152,8 @@ class BaseEnv(ABC):
         """
         if self.config.curriculum:
             raise UsageError(
-                f"--env.curriculum: {type(self).__name__} does not say which answers are right: leave it out, or derive from "
+                f"--env.curriculum: {type(self).__name__} does not mark right answers: leave it "
+                "out, or derive from "
                 "SingleTurnEnv or MultiTurnEnv"
             )
         return await self.get_next_item()

@@ -30,7 +30,7 @@ class EvalHandlingEnum(Enum):
 class BaseEnvConfig(WarnsOfUnknownKeys, StrictNumbers):
     """Settings of an environment. Times are in seconds, lengths in tokens."""
 
-    # What is asked of the model
+    # Requests to the model
     group_size: int = Field(
         default=4, ge=1, description="Responses per item, scored and advantaged together"
     )
@@ -119,13 +119,13 @@ class BaseEnvConfig(WarnsOfUnknownKeys, StrictNumbers):
     teacher_timeout: float = Field(
         default=1800.0,
         gt=0,
-        description="Longest wait for the teacher while it is away; groups are kept meanwhile",
+        description="Longest wait for the teacher while it is away; groups are kept until then",
     )
     teacher_max_requests: int = Field(
         default=64, ge=1, description="Most sequences that the teacher scores at once"
     )
 
-    # How many rollouts run at once
+    # Number of rollouts that run at once
     max_num_workers: int = Field(
         default=-1,
         description="Most items in work at once; -1: max_num_workers_per_node per server",
@@ -141,7 +141,7 @@ class BaseEnvConfig(WarnsOfUnknownKeys, StrictNumbers):
         default=600.0, description="Longest time for one item; -1: no limit"
     )
     rollout_retries: int = Field(
-        default=2, ge=0, description="How often a failing rollout is tried again"
+        default=2, ge=0, description="Further attempts at a rollout that fails"
     )
     max_consecutive_failures: int = Field(
         default=64, ge=0, description="Give up when this many items in a row failed; 0: never"
@@ -156,7 +156,7 @@ class BaseEnvConfig(WarnsOfUnknownKeys, StrictNumbers):
     )
     eval_handling: EvalHandlingEnum = Field(
         default=EvalHandlingEnum.STOP_TRAIN,
-        description="What happens to training rollouts during an evaluation",
+        description="Treatment of training rollouts during an evaluation",
     )
     eval_limit_ratio: float = Field(
         default=0.5, description="Share of the workers that train during a LIMIT_TRAIN evaluation"
@@ -170,7 +170,7 @@ class BaseEnvConfig(WarnsOfUnknownKeys, StrictNumbers):
         default=None, description="Write metrics.json and samples.jsonl to this folder"
     )
 
-    # What is kept and logged
+    # Logs and files
     use_wandb: bool = Field(default=False, description="Log to Weights & Biases as well")
     wandb_name: str | None = Field(
         default=None, description="Name of the environment at the service and in W&B"
@@ -197,7 +197,7 @@ class BaseEnvConfig(WarnsOfUnknownKeys, StrictNumbers):
     resample_equal_scores: int = Field(
         default=0,
         ge=0,
-        description="How often an item whose responses all score the same is tried again, before it is dropped",
+        description="Further attempts at an item with all scores equal, before it is dropped",
     )
     include_messages: bool = Field(
         default=False, description="Send the messages to the trainer too"

@@ -90,7 +90,8 @@ def item_key(item: Any) -> str:
     text = repr(item)
     if " at 0x" in text:
         raise EnvironmentFailure(
-            f"--env.curriculum: an item's repr says where in memory it lies ({text:.80}), so it is not known again after a "
+            f"--env.curriculum: an item's repr has an address in memory ({text:.80}), so it is not "
+            "known again after a "
             "restart: define item_key(item), or make items of plain values or dataclasses"
         )
     return hashlib.sha256(text.encode("utf-8", errors="backslashreplace")).hexdigest()[:16]
@@ -198,7 +199,7 @@ class Grade:
 
     Attributes:
         score: the reward. A number of any type (NumPy's, PyTorch's, a bool) becomes a float.
-        correct: whether the final answer is right, whatever the reward says about its form.
+        correct: whether the final answer is right; the reward may judge its form as well.
         answer: the final answer as read from the text, for the record.
     """
 
@@ -255,7 +256,7 @@ class GradedEnv(BaseEnv):
     async def collect_group(self, item: Item) -> ScoredDataGroup:
         """Answer an item `group_size` times, and score the answers.
 
-        Call `note_success` with those that are right.
+        Call `note_success` with the right answers.
         """
 
     @abstractmethod
@@ -276,8 +277,8 @@ class GradedEnv(BaseEnv):
     # ------------------------------------------------------------------------------
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
-        """A group of answers to an item; made anew, up to `resample_equal_scores` times, where all
-        scores are equal.
+        """A group of answers to an item. If all scores are equal, it is sampled again, up to
+        `resample_equal_scores` times.
         """
         again = 0
         if self.config.ensure_scores_are_not_same and self.config.teacher_url is None:
@@ -296,7 +297,7 @@ class GradedEnv(BaseEnv):
 
     def sampling_seed(self, request: int = 0) -> int | None:
         """The `seed` of a request for the item in work; another one each time that its group is
-        made anew.
+        sampled again.
         """
         return super().sampling_seed(request + REQUESTS_OF_GROUP * _attempt.get())
 
@@ -304,7 +305,7 @@ class GradedEnv(BaseEnv):
     def curriculum(self) -> Curriculum:
         """Results of earlier answers to each item.
 
-        First used after the registration, which says where the trainer's folder is.
+        First used after the registration, whose answer names the trainer's folder.
         """
         path: Path | None = None
         if self.config.curriculum_path is not None:
@@ -354,11 +355,11 @@ class GradedEnv(BaseEnv):
     def say_once(self, what: str, message: str) -> None:
         """Warn of something the first time that it happens.
 
-        `what` tells it from others; how often it does is counted.
+        `what` names the warning; its number of times is counted.
         """
         if what not in self._said:
             self._said.add(what)
-            logger.warning("%s (said once)", message)
+            logger.warning("%s (logged once)", message)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Greedy answers to the held-out problems, measured, reported and logged."""

@@ -5,8 +5,8 @@ A subclass defines how a conversation begins, what follows an answer, which tool
 what it was all worth.
 
 **From rewards of turns to advantages of tokens.** With `turn_rewards` "to_go", a token is made
-responsible for what comes from its own turn on. Of conversation i of a group, r_{i,t} the reward of
-its turn t, T_i the number of its turns, γ the discount:
+responsible for what comes from its own turn on. For conversation i of a group, let r_{i,t} be the
+reward of its turn t, T_i the number of its turns, and γ the discount:
 
     G_{i,t} = Σ_{s ≥ t} γ^{s-t} r_{i,s}                         the return from turn t on
     d_{i,t} = G_{i,t} - mean of G_{j,t} over all j with t ≤ T_j  against the same turn of the others
@@ -268,8 +268,9 @@ class MultiTurnConfig(BaseEnvConfig):
     )
     turn_rewards: Literal["sum", "to_go"] = Field(
         default="sum",
-        description="What the rewards of single turns become: their sum the score of the conversation, or each turn's tokens "
-        "answer for what comes from that turn on (advantages for each token)",
+        description="Use of the rewards of single turns: their sum is the score of the "
+        "conversation, or each turn's tokens answer for what comes from that turn on (advantages "
+        "for each token)",
     )
     discount: float = Field(
         default=1.0, ge=0, le=1, description="With to_go: what a reward counts one turn earlier"
@@ -281,7 +282,7 @@ class MultiTurnEnv(GradedEnv):
 
     Attributes:
         tools: functions that the model may call, see `atroposlib.envs.tools`; a parameter of type
-            `Conversation` gets the one that calls. `setup` may set `self.tools`, to methods for
+            `Conversation` gets the calling one. `setup` may set `self.tools`, to methods for
             instance.
         tool_format: how they are called.
         request_fields: more of each request, such as `{"stop": [...]}`.
@@ -480,7 +481,8 @@ class MultiTurnEnv(GradedEnv):
         self.say_once(
             talk.ended,
             f"a limit ended a conversation after {len(talk.turns)} answers ({talk.ended}). It is graded as it stands, "
-            f"and the trainer's --truncated-answers says what becomes of it. To have fewer (train/ended_{talk.ended} "
+            "and the trainer's --truncated-answers decides what becomes of it. To have fewer "
+            f"(train/ended_{talk.ended} "
             f"is their share): {LIMITS[talk.ended]}",
         )
         node.metadata = {**(node.metadata or {}), "finish_reason": "length"}
@@ -541,7 +543,7 @@ class MultiTurnEnv(GradedEnv):
     async def _take(self, talk: Conversation, choice: Any, node: SequenceNode) -> None:
         """An answer: run its calls, and ask what follows.
 
-        Of one that a limit cut off neither is done.
+        If a limit cut it off, neither is done.
         """
         text, cut = choice.message.content or "", choice.finish_reason == "length"
         opened = (node.metadata or {}).get("opened", "")
@@ -588,7 +590,8 @@ class MultiTurnEnv(GradedEnv):
             talk.ended = "max_turns"
         elif talk.messages[-1].get("role") == "assistant":
             raise ValueError(
-                f"{type(self).__name__}.step neither ends the conversation nor says anything that could be answered"
+                f"{type(self).__name__}.step neither ends the conversation nor adds a message to "
+                "answer"
             )
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Tools that a model may call: typed functions, and what becomes of a call that goes wrong.
 
-A function's signature and docstring are what the model is told and what its arguments are checked
-against:
+A function's signature and docstring describe it to the model, and its arguments are checked against
+them:
 
 def look_up(word: str, most: int = 3) -> list[str]:
     '''Find words in the dictionary.
@@ -11,8 +11,8 @@ def look_up(word: str, most: int = 3) -> list[str]:
         most: how many to give.
     '''
 
-Whatever goes wrong with a call, the model gets one short line as the tool's answer, and the call
-says which problem it was.
+If anything goes wrong with a call, the model gets one short line as the tool's answer, and the call
+records which problem it was.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ end them."""
 REMEDY: Mapping[str, str] = {
     "unreadable": "show it the format, or train it from a model that knows it",
     "unknown_tool": "name the tools in its prompt",
-    "wrong_arguments": "say in the tool's docstring what it takes",
+    "wrong_arguments": "describe its arguments in the tool's docstring",
     "too_many": "see --env.max_tool_calls",
     "raised": "mend the tool; where the rollout is not to count, raise RolloutFailure in it",
     "timeout": "have it answer sooner, or raise --env.tool_timeout",
@@ -330,7 +330,8 @@ class Toolbox:
             return
         self._said.add((call.problem, whose))
         logger.warning(
-            "a tool call went wrong (%s), the model is told %r: %s. Others like it are counted as train/tool_problems_%s, and "
+            "a tool call went wrong (%s), the model gets %r: %s. Others like it are counted as "
+            "train/tool_problems_%s, and "
             "not logged",
             f"{call.problem} of {call.name:.50}" if call.name else call.problem,
             call.answer[-MAX_ERROR:],
@@ -345,7 +346,8 @@ class Toolbox:
             return
         self._said.add((ENDED, tool.name))
         logger.warning(
-            "a call of %s ended its rollout, of which nothing is scored: %s: %s; mend what the tool needs (a sandbox: memory, "
+            "a call of %s ended its rollout, which gets no score: %s: %s; mend what the tool needs "
+            "(a sandbox: memory, "
             "processes). Others like it are counted as train/tool_problems_%s, and not logged here",
             tool.name, type(error).__name__, error, ENDED,
         )  # fmt: skip

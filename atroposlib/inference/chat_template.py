@@ -238,7 +238,7 @@ def load_tokenizer(name: str) -> Any:
     """Load a tokenizer by name or path.
 
     Raises:
-        InferenceUnavailable: it cannot be had; says which flag names another.
+        InferenceUnavailable: it cannot be had; the message has the flag that names another.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -296,7 +296,7 @@ class Continuation:
     encoded behind the end token, which nothing merges with.
 
     Attributes:
-        atomic: ids of tokens that no text is merged with, such as those that end a turn.
+        atomic: ids of tokens that no text is merged with, such as a turn's end tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -339,8 +339,8 @@ def _named(tokens: list[str]) -> str:
 
 
 def probe_texts(tokenizer: Any) -> Iterator[str]:
-    """Texts whose ids tell vocabularies apart: of several kinds, and of tokens from all over the
-    tokenizer's own vocabulary.
+    """Texts whose ids differ between vocabularies: of several kinds, and of tokens from all over
+    the tokenizer's own vocabulary.
     """
     yield from TEXTS
     ids = sorted(tokenizer.get_vocab().values())
@@ -644,7 +644,8 @@ def require_chat_template(tokenizer: Any) -> None:
         return
     name = getattr(tokenizer, "name_or_path", "") or "of the served model"
     raise EnvironmentFailure(
-        f"the tokenizer {name} has no chat template, as those of base models: serve an instruction-tuned model, or name a "
+        f"the tokenizer {name} has no chat template, like a base model's: serve an "
+        "instruction-tuned model, or name a "
         "tokenizer with a chat template and the same vocabulary by --env.tokenizer_name"
     )
 
@@ -666,8 +667,8 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """True if the template shows content in parts and drops text, as those of some vision
-        models do.
+        """True if the template shows content in parts and drops text, as some vision models'
+        templates do.
         """
 
         def shows(content: Any) -> bool:
@@ -792,10 +793,10 @@ class ChatTemplate:
                 yield [_with_arguments(message, write) for message in messages]
 
     def _with_reasoning(self, chat: Chat) -> str | None:
-        """Render all messages, with the reasoning in those of the assistant.
+        """Render all messages, with the reasoning in the assistant's messages.
 
         Returns:
-            None if the template does not show all of those.
+            None if the template does not show all of the assistant's reasoning.
         """
         messages = next(self._forms(chat.messages))
         kept = [
@@ -842,7 +843,7 @@ def completed(message: dict[str, Any], opened: str | None, reader: CallFormat) -
     """Return an answer as one whole message: with the tags that its prompt had opened.
 
     Args:
-        message: any; those that are not the assistant's stay as they are.
+        message: any; messages of others than the assistant stay as they are.
         opened: what the prompt opened; see `atroposlib.inference.responses.opened_by`. If it is None,
             the prompt is not known, and a closing tag without an opening one shows it.
         reader: of calls of tools, whose tags are text.

@@ -1,4 +1,4 @@
-"""Clients of inference servers, and the pool of those that answer for each other.
+"""Clients of inference servers, and the pool of servers that answer for each other.
 
 `APIServer` is a client of one server. Each client belongs to a `ServerPool`, which chooses a server
 for every request, polls them, and tries again.
@@ -512,7 +512,7 @@ class ServerPool(InferenceCalls):
     def _what(self) -> str:
         if len(self.servers) == 1:
             return f"{self.role} at {self.servers[0].root_url}"
-        return f"{self.role}s, {len(self.servers)} of which none can be asked"
+        return f"{self.role}s, {len(self.servers)} in all and none available"
 
     def healthy(self, server: APIServer) -> bool:
         """Return whether the server gets requests."""
@@ -988,7 +988,7 @@ class ServerBaseline(WarnsOfUnknownKeys, StrictNumbers):
         default=64, ge=1, description="Most concurrent requests for evaluation"
     )
     model_name: str = Field(
-        default="default", description="Model to ask for; by default the one that the server serves"
+        default="default", description="Model to ask for; by default the server's own"
     )
     rolling_buffer_length: int = Field(
         default=1000, ge=1, description="Requests over which timings are averaged"

@@ -149,8 +149,9 @@ def has_something(value: Any) -> bool:
 def say_that_it_may_be_constrained(names: tuple[str, ...]) -> None:
     """Warn once for each set of names."""
     logger.warning(
-        "requests for tokens to train on have %s, which is not known to leave the distribution as it is: their groups say "
-        "%s, and the trainer leaves them out without --allow-truncated-sampling. This is said once",
+        "requests for tokens to train on have %s, which is not known to leave the distribution as "
+        "it is: their groups carry %s, and the trainer leaves them out without "
+        "--allow-truncated-sampling. This is logged once",
         ", ".join(names),
         CONSTRAINED,
     )
@@ -317,7 +318,7 @@ def parameters_of(
 
     Args:
         prompts: sampled sequences whose prompt is a beginning of the sequence.
-        equal: those of `prompts` that are equal to the sequence.
+        equal: samples of `prompts` that are equal to the sequence.
         mask: of the sequence.
     """
     spans = single_value(

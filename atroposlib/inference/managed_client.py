@@ -18,8 +18,8 @@ from atroposlib.inference.client import describe
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.web.middleware import openai_error
 
-# What a client may send that is about the form of the answer or its billing, not about what is
-# sampled.
+# Fields of a request that concern the form of the answer or its billing, and leave the sampling as
+# it is.
 FORM_ONLY = {
     "model",
     "stream",

@@ -107,8 +107,8 @@ def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
         nodes: one for each sequence of the group, in its order.
 
     Returns:
-        weights only where they are known of every sequence; of the rest, None for the sequences of
-        which it is not known.
+        weights only if they are known of every sequence; in other fields, None for a sequence
+        without a known value.
     """
     weights = [node.weights for node in nodes if node.weights is not None]
     fields: dict[str, list[Any]] = {}
@@ -179,9 +179,9 @@ class Kept:
         node: what the environment gets.
         text: the prompt's text and the text of all tokens after it, special tokens included: what a
             prompt that goes on from it begins with.
-        order: sorts the sequences. Of a first turn: (number of its request, number of the
-            completion). A continuation's begins with what it continues, so that it stands where
-            that stood, whichever request was answered first.
+        order: sorts the sequences. A first turn has (number of its request, number of the
+            completion). A continuation's order begins with the order of what it continues, so that
+            it stands in the same place, whichever request was answered first.
         turns: its ends of turns, the last one its own.
         claims: requests under way that continue it as it is.
     """
@@ -488,7 +488,7 @@ def completed_node(
 
 
 def experts_of(generation: Generation, index: int, beginning: Beginning) -> str | None:
-    """Return the experts of a prompt and one completion; None if those of a turn are not known.
+    """Return the experts of a prompt and one completion; None if a turn's experts are not known.
 
     Tokens of an earlier turn keep the experts that they were sampled with. The last answer has the
     experts with which the server read them again.
@@ -543,9 +543,10 @@ class ManagedServer:
 
     Args:
         server: a server with token ids and logprobs (`APIServer.generate`).
-        tokenizer: the tokenizer of the served model; by default the server's own, or else the one
-            that its settings name.
-        track_tree: keep every sequence by its text, rather than only those that nothing continues.
+        tokenizer: the tokenizer of the served model; by default the server's own, or else the
+            tokenizer in its settings.
+        track_tree: keep every sequence by its text, rather than only sequences that nothing
+            continues.
         tool_parser: format of tool calls in the model's text; see `ToolCallTranslator`.
         preserve_think_blocks: keep the reasoning of answers that were not sampled here, which many
             chat templates remove. Answers that were sampled here are continued token for token in
@@ -773,7 +774,7 @@ def state_of(nodes: list[SequenceNode], as_tree: bool) -> dict[str, Any]:
 
 
 def tokenizer_of(server: Any) -> Any:
-    """Return the server's tokenizer, or load the one that its settings name. None if they name none."""
+    """Return the server's tokenizer, or load the one in its settings. None if they name none."""
     tokenizer = getattr(server, "tokenizer", None)
     config = getattr(server, "config", None)
     if tokenizer is not None or config is None:
@@ -866,7 +867,7 @@ class ManagedServerAdapter:
 
     Args:
         managed_server: a `ManagedServer`.
-        base_url: what `client.base_url` says.
+        base_url: the value of `client.base_url`.
     """
 
     def __init__(self, managed_server: Any, base_url: str):

@@ -17,8 +17,9 @@ messages, `ToolFormat` for the conversations of environments.
 
 One scan finds reasoning and calls together: a call inside of reasoning does not count, and a tag
 inside of a call is text of its arguments. A plain value ends at its own closing tag, such as
-`</parameter>`. An opening tag written twice counts once, and no arguments or `null` are no
-arguments. docs/multi-turn.md lists the other rules. The time is linear in the length of the text.
+`</parameter>`. An opening tag written twice counts once, and missing or `null` arguments count as
+an empty object. docs/multi-turn.md lists the other rules. The time is linear in the length of the
+text.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def opened_by(prompt: str) -> str:
 
 
 def answer_part(text: str, opened: str = "") -> str:
-    """Return what a response says outside of its reasoning; empty if the reasoning never ends.
+    """Return the text of a response outside of its reasoning; empty if the reasoning never ends.
 
     Args:
         text: the response.
@@ -336,8 +337,8 @@ logger = logging.getLogger(__name__)
 class ResponseDecoder:
     """A decoder of sampled tokens into text without special tokens.
 
-    Some tokenizers hold the tags of reasoning as special tokens. Those stay in the text: they show
-    where the reasoning ends.
+    Some tokenizers hold the tags of reasoning as special tokens. These tags stay in the text, to
+    show where the reasoning ends.
 
     Attributes:
         kept: the special tokens that stay.
@@ -364,7 +365,7 @@ class ResponseDecoder:
 
 NO_TOOL = "-ERROR-"
 MAX_UNREADABLE = 100
-"""Unreadable calls of one response. What follows them is not read: each may cost a look at all of
+"""Unreadable calls of one response. Text behind them is not read: each may cost a look at all of
 the text."""
 MAX_LITERAL = 100_000
 """Characters of an object in Python's notation."""

@@ -1,8 +1,8 @@
 """All inference servers of one environment: their addresses, and the calls that environments make
 on them.
 
-The pool of a server decides which one answers. With `FleetFollower` the servers are those that the
-trainer publishes at the rollout service. `ServerHarness` answers from a table instead.
+The pool of a server decides which one answers. With `FleetFollower` the trainer publishes the
+servers at the rollout service. `ServerHarness` answers from a table instead.
 """
 
 import asyncio
@@ -95,12 +95,12 @@ class FleetFollower:
             wrong = f"/fleet answered something else: {' '.join(str(error).split())}"
         else:
             if self._wrong:
-                logger.info("the rollout service at %s tells of the fleet again", self.url)
+                logger.info("the rollout service at %s lists the fleet again", self.url)
                 self._wrong = ""
             return answer.addresses()
         if wrong != self._wrong:
             logger.info(
-                "the rollout service at %s does not tell of the fleet: %s; the servers stay",
+                "the rollout service at %s does not list the fleet: %s; the servers stay",
                 self.url,
                 wrong,
             )
@@ -254,7 +254,7 @@ class ServerManager(InferenceCalls):
         configs: one entry per server, or several addresses with commas between them in one; a bare
             `ServerBaseline` stands for the local ports 9004 to 9007, or with Slurm for the nodes
             after the first `NUM_TRAINING_NODES`.
-        server_class: a class of one's own, instead of the one that `server_type` names.
+        server_class: a class of one's own, instead of `server_type`.
         testing: use a `ServerHarness`.
         max_n_completions: most completions per request.
         tool_parser: format of tool calls, given to managed servers.
@@ -311,7 +311,7 @@ class ServerManager(InferenceCalls):
 
     @property
     def servers(self) -> list[Any]:
-        """The servers. Assign a new list to change them: who holds a former one uses it alone."""
+        """The servers. Assign a new list to change them; a former list is never changed."""
         return self._servers
 
     @servers.setter

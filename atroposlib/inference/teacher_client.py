@@ -1,6 +1,6 @@
 """A teacher's endpoint: token ids in, the teacher's logprobs of them out.
 
-Ours, or anybody's vLLM.
+The endpoint is a server of ours, or any vLLM server.
 """
 
 import asyncio
@@ -168,13 +168,14 @@ class TeacherServer(VLLMServer):
 
     async def _score_wrapper(self, tokens: list[int], model: str) -> list[float | None]:
         await self._check_model()
-        model = await self.model()  # if it is not named, that which is served now
+        model = await self.model()  # if it is not named, the served one
         await self._compare_vocabularies(model)
         context = await self._context_length()
         if context and len(tokens) >= context:
             raise TeacherRefused(
-                f"teacher at {self.root_url}: a sequence of {len(tokens)} tokens does not fit into its {context}, of which it "
-                "keeps one for itself: start it with a larger --max-model-len"
+                f"teacher at {self.root_url}: a sequence of {len(tokens)} tokens does not fit into "
+                f"its {context}, one of them "
+                "for the token that it samples: start it with a larger --max-model-len"
             )
         names_a_model = (
             self.config.model_name not in MODEL_NOT_NAMED
@@ -196,7 +197,8 @@ class TeacherServer(VLLMServer):
 
     def _no_scoring(self, error: Exception) -> TeacherUnavailable:
         return TeacherUnavailable(
-            f"teacher at {self.root_url}: its answer is no scoring of the tokens sent ({error}); serve it with vLLM, "
+            f"teacher at {self.root_url}: its answer does not score the tokens sent ({error}); "
+            "serve it with vLLM, "
             "and without logits in place of logprobs (--logprobs-mode)"
         )
 
@@ -282,7 +284,7 @@ class TeacherServer(VLLMServer):
             if difference is not None:
                 return difference
         logger.info(
-            "teacher at %s: same ids for all probe texts; of its whole vocabulary it says nothing",
+            "teacher at %s: same ids for all probe texts; it does not list its whole vocabulary",
             self.root_url,
         )
         return None
@@ -293,7 +295,7 @@ def checked_scores(logprobs: list[Any], length: int) -> list[float | None]:
 
     Raises:
         ValueError: they are not as many as the tokens.
-        NoLogprob: one is no logprob.
+        NoLogprob: one is not a logprob.
     """
     if len(logprobs) != length:
         raise ValueError(f"{len(logprobs)} logprobs of {length} tokens")
@@ -301,5 +303,5 @@ def checked_scores(logprobs: list[Any], length: int) -> list[float | None]:
         v for v in logprobs[1:] if not isinstance(v, float | int) or not -math.inf < v <= ROUNDING
     ]
     if wrong:
-        raise NoLogprob(f"{wrong[0]} is no logprob")
+        raise NoLogprob(f"{wrong[0]} is not a logprob")
     return [None, *logprobs[1:]]

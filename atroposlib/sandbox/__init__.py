@@ -1,6 +1,6 @@
-"""Runs Python programs that nobody trusts, such as those that a model writes.
+"""Runs Python programs that are not trusted, such as a model's.
 
-What it holds against: docs/sandbox.md.
+docs/sandbox.md lists the attacks that it withstands.
 """
 
 from atroposlib.sandbox.contract import (

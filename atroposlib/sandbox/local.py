@@ -70,7 +70,9 @@ class LocalSandbox:
         readable: Sequence[str | Path] = (),
     ) -> None:
         if unknown := [name for name in allow_missing if name not in ISOLATIONS]:
-            raise ValueError(f"{unknown[0]!r} is no isolation; there are {', '.join(ISOLATIONS)}")
+            raise ValueError(
+                f"{unknown[0]!r} is not an isolation; there are {', '.join(ISOLATIONS)}"
+            )
         self.limits = limits or Limits()
         self.allow_missing = tuple(allow_missing)
         self.readable = [str(Path(path).resolve()) for path in readable]
@@ -225,7 +227,7 @@ class LocalSandbox:
                     "sandbox's keeper, or the program's watcher, has stopped; both were killed, and a new keeper is started"
                 ) from None
             except OSError as error:
-                raise SandboxBroken(f"its watcher cannot be heard: {error}") from error
+                raise SandboxBroken(f"its watcher cannot be read: {error}") from error
             if not message:
                 raise SandboxBroken("its watcher ended without a report")
             report = json.loads(message)
@@ -328,7 +330,7 @@ def encode(program: Program) -> bytes:
 def outcome_of(
     report: dict[str, Any], stopped: list[str], written: Pipe, returned: Pipe, calls: int
 ) -> Outcome:
-    """Put together what the watcher has seen and what the program says."""
+    """Put together the watcher's report and the program's results."""
     results, problem = read_results(bytes(returned.kept), calls)
     return Outcome(
         end=cast(End, "output" if stopped else report["end"]),
@@ -348,8 +350,8 @@ def read_results(data: bytes, calls: int) -> tuple[list[Returned | Raised], str 
     """Read the results of a program's calls; it may have written anything at all.
 
     Returns:
-        The results of the first calls, as many as follow one another; and why there are none, if it
-        says so.
+        The results of the first calls, as many as follow one another; and why there are none, if
+        the program gives a reason.
     """
     results: list[Returned | Raised] = []
     problem: str | None = None

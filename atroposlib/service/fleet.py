@@ -26,7 +26,7 @@ class UnknownServerError(Exception):
 
     def __init__(self, url: str, addresses: Collection[str]) -> None:
         listed = ", ".join(sorted(addresses)[:20]) or "it has none yet"
-        super().__init__(f"{url} is no server of this fleet ({listed}); GET /fleet lists them")
+        super().__init__(f"{url} is not a server of this fleet ({listed}); GET /fleet lists them")
 
 
 class FleetFullError(Exception):
@@ -34,7 +34,8 @@ class FleetFullError(Exception):
 
     def __init__(self, url: str) -> None:
         super().__init__(
-            f"{url} is one server too many: {MAX_SERVERS} are listed already; POST /fleet/leave those that are gone"
+            f"{url} is one server too many: {MAX_SERVERS} are listed already; POST /fleet/leave "
+            "removes one that is gone"
         )
 
 

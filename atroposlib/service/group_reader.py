@@ -2,7 +2,7 @@
 a validated one. Large posts are read in a process of their own.
 
 A group is a body of many thousand numbers, so it is read once, and the bytes that came in are the
-bytes that go out: `read_groups` never builds them anew unless a value had to be converted.
+bytes that go out: `read_groups` encodes them again only if a value had to be converted.
 
 Reading JSON keeps the interpreter to itself until it is done, in whichever thread: while 100 MB are
 read, nothing else of the process is answered. So a child process reads large bodies.
@@ -86,7 +86,7 @@ def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
     queue.
 
     Raises:
-        InvalidRequestError: says which field, at which index, with which value, is wrong.
+        InvalidRequestError: names the wrong field, its index and its value.
     """
     adapter = _many if many else _one
     try:  # by the JSON reader that trainers have
@@ -170,7 +170,7 @@ def _validated(group: Group, body: bytes) -> ValidatedGroup:
 
 
 def with_reference(body: bytes, ref_logprobs: bytes = b"null") -> bytes:
-    """The body of a group with this reference, in place of the one that it had.
+    """The body of a group with this reference, in place of its own.
 
     Args:
         body: of a group that came without ref_logprobs, so that they are the last of its keys.
@@ -246,7 +246,7 @@ def _check_weights(group: Group, lengths: list[int], at: list[str | int]) -> Non
         ("weight_epoch_spans", "weight_version_spans"),
     ):
         if group.get(epochs) is not None and group.get(versions) is None:
-            raise _wrong([*at, epochs], len(group[epochs]), f"says nothing without {versions}")
+            raise _wrong([*at, epochs], len(group[epochs]), f"has no meaning without {versions}")
     epoch_spans = group.get("weight_epoch_spans")
     for index, spans in enumerate(group.get("weight_version_spans") or []):
         covered = sum(tokens for _, tokens in spans)
@@ -386,7 +386,7 @@ def check_sampling(entry: Any, length: int, where: list[str | int]) -> None:
         _check_parameters(part, [*where, index])
         tokens = part.get("tokens")
         if not isinstance(tokens, int) or tokens < 0:
-            rule = "each part says how many tokens it is of"
+            rule = "each part has its number of tokens"
             raise _unfit([*where, index, "tokens"], tokens, rule)
         covered += tokens
     if covered > length:

@@ -1,5 +1,5 @@
-"""Accepted groups that are not handed out yet, and those of them that no batch can hold. Pure: no
-I/O, no clock of its own.
+"""Accepted groups that are not handed out yet, and the search for groups that no batch can hold.
+Pure: no I/O, no clock of its own.
 
 `PendingGroups` holds one first-in-first-out line per environment. If the trainer wants reference
 logprobs, groups first wait in the `ReferenceQueue`, which lends them to reference workers.
@@ -37,7 +37,7 @@ this long, the trainer gets the command that starts one."""
 MAX_NAMED = 3
 """Workers that the text for the trainer names."""
 MAX_WORKERS = 1024
-"""Workers that are remembered; the one that was silent for longest is forgotten first."""
+"""Workers that are remembered; the worker with the longest silence is forgotten first."""
 FORGET_SECONDS = 86_400.0
 """Silence after which a worker is forgotten."""
 MAX_ANSWERED = 65_536
@@ -301,7 +301,7 @@ def fillable_sizes(
 
     Args:
         waiting: how many groups of each size there are.
-        supply: sizes of which there is any number.
+        supply: sizes with any number of groups.
         targets: sums, all >= 1.
     """
     largest = max(targets, default=0)
@@ -416,7 +416,7 @@ class PostedSizes:
             self.add(group.line, group.size)
 
     def _sizes_to_come(self, environment: Environment) -> set[int]:
-        """Return the sizes of which an environment may post any number."""
+        """Return the sizes of groups that an environment may still post in any number."""
         line = environment.env_id
         sizes = self._by_line[line].sizes() if line in self._by_line else set()
         if line == NOBODY:

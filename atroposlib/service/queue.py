@@ -4,7 +4,7 @@ threads.
 Groups come in with `add`, wait in one first-in-first-out line per environment, and leave in batches
 with `next_batch`. Each method changes the state and records the change; `take_changes` returns the
 records, so that the caller stores them in one transaction. `RolloutQueue(limits, snapshot)` builds
-the same state from a store. Sizes and shares are in sequences unless a name says groups. Versions
+the same state from a store. Sizes and shares are in sequences unless a name has `groups`. Versions
 are weight versions (numbers of optimizer steps). `now` is in seconds of a clock that never goes
 back.
 
@@ -255,7 +255,8 @@ class RolloutQueue:
             raise NotRegisteredError("Trainer not registered. Call /register first.")
         if uuid is not None and uuid != self.registration.uuid:
             raise SupersededError(
-                f"another trainer has registered since (its uuid is {self.registration.uuid}, you said {uuid}); "
+                f"another trainer has registered since (its uuid is {self.registration.uuid}, "
+                f"yours is {uuid}); "
                 "register again to take over"
             )
         return self.registration
@@ -276,7 +277,7 @@ class RolloutQueue:
         of a leased batch, only stated weights count.
 
         Args:
-            registration: the trainer's. Its `weight_epoch` becomes the one that the service counts.
+            registration: the trainer's. Its `weight_epoch` is replaced by the service's count.
             sessions: the trainers of its run, as it knows them.
 
         Returns:
@@ -989,7 +990,7 @@ class RolloutQueue:
     def _unreceived_lease(self, received: int | None) -> Lease | None:
         """Return a lease that the trainer has not got yet, or None.
 
-        Finish those that it is done with.
+        Finish the leases that it is done with.
         """
         for lease in [lease for lease in self.leases.values() if not lease.returned]:
             if self.acks:
@@ -1299,7 +1300,7 @@ class RolloutQueue:
     def _out(self) -> list[Lease]:
         """Return the batches that the trainer holds and has not learned from.
 
-        The first is the one that it trains on.
+        It trains on the first.
         """
         out = [
             lease
@@ -1372,7 +1373,7 @@ class RolloutQueue:
             self._drop_where(lambda group: group.version < bound, "stale")
 
     def _drop_where(self, unwanted: Callable[[Group], bool], reason: str) -> int:
-        """Drop the unwanted groups among those that wait. Return how many."""
+        """Drop the unwanted groups among the waiting ones. Return how many."""
         gone = self._take_where(unwanted) + self.reference.remove_where(unwanted)
         self._forget(gone)
         for group in gone:

@@ -78,7 +78,7 @@ class Group:
     seq: int
     """Order of acceptance."""
     line: int
-    """The environment in whose line it waits; NOBODY if it has none."""
+    """The environment in whose line it waits; `NOBODY` if it has none."""
     size: int
     longest: int
     n_bytes: int
@@ -238,4 +238,4 @@ class UnknownBatchError(QueueError):
 
 
 class SupersededError(QueueError):
-    """Another trainer has registered after the one that calls."""
+    """Another trainer has registered after the caller."""

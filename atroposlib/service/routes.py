@@ -73,7 +73,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"schema": {"type": "object", "required": ["detail"]}}},
     }
     for status, text in {
-        400: "The body is no valid gzip",
+        400: "The body is not valid gzip",
         401: "No bearer token, or a wrong one",
         403: "Without a key: a web page, or a Host that is not this service's",
         404: "No such environment, batch or inference server",
@@ -285,7 +285,7 @@ async def set_aside(request: Request, service: Service) -> Response:
     body = await service.set_aside_body(batch_id)
     if body is None:
         return refuse(
-            404, f"batch {batch_id} is not set aside; GET /batch/set-aside lists those that are"
+            404, f"batch {batch_id} is not set aside; GET /batch/set-aside lists the batches"
         )
     return Response(body, media_type="application/json")
 
@@ -297,7 +297,7 @@ async def end(request: Request, service: Service) -> Response:
     await service.run(lambda queue: queue.end(uuid))
     service.trainer_activity.count()
     logger.info(
-        "the trainer says that its run has ended, at version %d", service.queue.sampling_version()
+        "the trainer reports the end of its run, at version %d", service.queue.sampling_version()
     )
     return answer({"status": "success"})
 

@@ -31,12 +31,12 @@ from atroposlib.service.store import Changes
 from atroposlib.wire import TrainerSession, begin_session, effective_version
 
 MAX_NAMES = 1024
-"""Names of environments whose numbers are remembered; those used last, and those of registered
+"""Names of environments whose numbers are remembered; names used last, and names of registered
 environments, are kept."""
 
 
 class Registry:
-    """Environments by id. The line of groups that belong to none has the id NOBODY and weight 1."""
+    """Environments by id. The line of groups without one has the id `NOBODY` and weight 1."""
 
     def __init__(self, limits: Limits, changes: Changes) -> None:
         self.limits, self._changes = limits, changes
@@ -66,7 +66,7 @@ class Registry:
         now: float,
         next_id: int = 0,
     ) -> None:
-        """Take over what was stored; every environment counts as heard from just now."""
+        """Take over what was stored; every environment counts as seen just now."""
         for stored in records:
             environment = Environment(**stored)
             self.by_id[environment.env_id] = environment
@@ -370,7 +370,7 @@ class WeightEpochs:
     A trainer requests an epoch before an inference server gets its weights. The answer is above all
     epochs that this service has seen, so no two trainers have the same one, whatever their clocks
     show. A trainer that registers without a request keeps the epoch that it names, if that is above
-    those of its run. If not, the service counts it as a higher one.
+    all epochs of its run. If not, the service counts it as a higher one.
     """
 
     def __init__(self, last: int = 0) -> None:
@@ -591,7 +591,7 @@ class Streams:
         if group.life != self.life:
             return Receipt(
                 "dropped",
-                reason=f"rewound: {group.stream!r} has begun anew at item {stream.begin} meanwhile",
+                reason=f"rewound: {group.stream!r} has been set back to item {stream.begin} since",
             )
         if group.item < stream.begin:
             reason = (
@@ -751,7 +751,7 @@ MAX_SET_ASIDE = 8
 class BatchFailures:
     """Batches that end the trainers that train on them: counted, and set aside before they end many.
 
-    The first batch that a trainer holds is the one that it trains on. A trainer that ends with it
+    A trainer trains on the first batch that it holds. A trainer that ends with it
     reports so (POST /batch/report), with the error if the batch may be the cause. A killed trainer
     reports nothing. Both are counted for the groups of the batch, so that the count lasts if the
     batch is dissolved.

@@ -6,8 +6,8 @@ then, under a staleness bound, the groups of environments that keep to what is w
 oldest weight version first, so that none becomes too old before it was learned from; then
 start-time fair queueing over the environments (Goyal, Vin and Cheng, 1996): each environment has a
 clock that advances by size / weight when a group of it is handed out, and the lowest clock goes
-next; within an environment, oldest first. Of all sets of whole groups that fill the batch exactly,
-the first in that order is taken. The error: while two environments both have groups
+next; within an environment, oldest first. The batch is the first set in that order of all sets of
+whole groups that fill it exactly. The error: while two environments both have groups
 waiting, their sequences per weight differ by at most the sum of one group per weight of each, plus
 what exact packing had to pass over.
 

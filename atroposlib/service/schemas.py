@@ -218,13 +218,14 @@ class RegisterTrainer(Request):
     def _workers_know_the_model(self) -> Self:
         if self.ref_logprobs_from_workers and self.model is None:
             raise ValueError(
-                "ref_logprobs_from_workers needs model, which tells reference workers whose logprobs are meant"
+                "ref_logprobs_from_workers needs model, so that reference workers score with the "
+                "right one"
             )
         return self
 
 
 class Registration(RegisterTrainer):
-    """A registered trainer. `weight_epoch` is the one that the service counts."""
+    """A registered trainer, with the service's count as its `weight_epoch`."""
 
     uuid: int
 
@@ -421,7 +422,7 @@ class AnsweredReference(Request):
     def _one_of_both(self) -> Self:
         if (self.ref_logprobs is None) == (self.unusable is None):
             raise ValueError(
-                "a group has either ref_logprobs, or says in unusable why there can be none"
+                "a group has either ref_logprobs, or in unusable the reason why there can be none"
             )
         return self
 

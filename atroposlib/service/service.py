@@ -293,7 +293,7 @@ class RolloutService:
             dropped = await self.run(lambda queue: queue.drop_damaged(lease, damaged))
             if dropped:
                 logger.error(
-                    "%s; dropped %d groups of batch %d, and forming it anew",
+                    "%s; dropped %d groups of batch %d, and forming it again",
                     error,
                     dropped,
                     lease.batch_id,

@@ -1,4 +1,4 @@
-"""A durable store: one SQLite file in WAL mode. What is committed together costs one fsync.
+"""A durable store: one SQLite file in WAL mode. One commit costs one fsync.
 
 Bodies have a table of their own, because SQLite rewrites a whole row to change one column of it.
 
@@ -487,7 +487,7 @@ class SqliteStore(Store):
         New groups may not use the reserve. Everything else may, since it empties the queue or is
         small.
         """
-        # What came before a wipe is gone; what is left is applied at once.
+        # A wipe removes all changes before it; the others are applied at once.
         wiped = max((index for index, changes in enumerate(together) if changes.wipe), default=0)
         wipes, left = any(changes.wipe for changes in together), together[wiped:]
         with self._writing:
@@ -505,7 +505,7 @@ class SqliteStore(Store):
             for changes in together:
                 self._recent.follow(changes)
             if not self._reserve.is_whole and self._free() < self._reserve.size + SLACK_BYTES:
-                # What is left of the reserve must not fill with the log.
+                # The log must not fill the rest of the reserve.
                 self._make_room()
             self._look()
 
@@ -597,7 +597,7 @@ class SqliteStore(Store):
     def _fold(self) -> None:
         """Fold the log into the file and empty it, with the reserve if need be.
 
-        Nobody may be reading.
+        No other connection may be reading.
         """
         statement = "PRAGMA wal_checkpoint(TRUNCATE)"
         try:
@@ -616,7 +616,7 @@ class SqliteStore(Store):
     def _shorten(self) -> None:
         """Rewrite a file that holds next to nothing, which gives its free pages back to the disk.
 
-        Nobody may be reading.
+        No other connection may be reading.
         """
         try:
             (pages,) = self._writer.execute("PRAGMA page_count").fetchone()

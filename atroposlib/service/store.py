@@ -45,9 +45,9 @@ class Changes:
     wipe: bool = False
     """All that was stored before is removed first."""
     records: dict[RecordKey, Any] = field(default_factory=dict)
-    """New and changed records, None for those that are gone. `take` encodes them as JSON."""
+    """New and changed records, None for a removed one. `take` encodes them as JSON."""
     bodies: dict[int, bytes | None] = field(default_factory=dict)
-    """New bodies of groups by sequence number, None for those that are gone."""
+    """New bodies of groups by sequence number, None for a removed one."""
     adds_groups: bool = False
 
     def __bool__(self) -> bool:
@@ -195,7 +195,7 @@ class Store(ABC):
         """Store changes, in their order, all or none of them.
 
         Raises:
-            StoreError: none is stored. What is stored is as it was before.
+            StoreError: none is stored. The store is as it was before.
         """
 
     def bodies_at_hand(self, seqs: Sequence[int]) -> list[bytes] | None:

@@ -204,7 +204,7 @@ def use_private_files(existing: Iterable[Path] = ()) -> None:
 
     Args:
         existing: files, and folders with all that is in them, that are closed to other users too.
-            Missing ones, links and those of other users are left as they are.
+            Missing ones, links and files of other users are left as they are.
     """
     os.umask(PRIVATE_UMASK)
     for path in existing:

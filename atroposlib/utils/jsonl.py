@@ -96,7 +96,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def unencodable_fields(fields: Mapping[Any, Any]) -> dict[Any, str]:
-    """Field -> why it cannot be written as JSON, for those that cannot."""
+    """Field -> why it cannot be written as JSON, for each field that cannot."""
     wrong = {}
     for name, value in fields.items():
         try:
@@ -451,7 +451,7 @@ def _opened(path: Path) -> BinaryIO:
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise OSError(f"{path} is no file, but a folder, a pipe or a device")
+        raise OSError(f"{path} is not a file, but a folder, a pipe or a device")
     return os.fdopen(file, "rb")
 
 
@@ -463,7 +463,7 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class BadRow(ValueError):
-    """A row that a task cannot use. The message says what is wrong with it."""
+    """A row that a task cannot use; the message has the reason."""
 
 
 def read_model(model: type[Model], row: Any) -> Model:
@@ -514,7 +514,7 @@ class Rows(Generic[T]):
 
 
 def usable_rows(rows: Iterable[Row], read: Callable[[Any], T]) -> Rows[T]:
-    """Read every row with a function that raises BadRow for those that it cannot use."""
+    """Read every row with a function that raises BadRow for a row that it cannot use."""
     result: Rows[T] = Rows()
     for row in rows:
         fault = row.fault
@@ -531,7 +531,7 @@ def usable_rows(rows: Iterable[Row], read: Callable[[Any], T]) -> Rows[T]:
 def train_and_test(
     path: Path, read: Callable[[Any], T], items: str, count: Callable[[str, int], None]
 ) -> tuple[list[T], list[T]]:
-    """Return the items of train.jsonl and test.jsonl in a folder, or those of one file twice.
+    """Return the items of train.jsonl and test.jsonl in a folder, or one file's items twice.
 
     Args:
         path: a folder or a file.
@@ -558,7 +558,7 @@ def rows_of_file(path: Path) -> Iterator[Row]:
     lines are skipped.
 
     Raises:
-        UsageError: the file cannot be read at all, or has another format than its name says.
+        UsageError: the file cannot be read at all, or its format does not match its name.
     """
     if path.suffix == ".parquet":
         return _parquet_rows(path)

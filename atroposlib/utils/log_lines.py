@@ -39,7 +39,7 @@ class LogLines(logging.StreamHandler[TextIO]):
             self._refused = 0
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, behind one that says how many may be missing."""
+        """Return the line, behind one with the number of lines that may be missing."""
         line = super().format(record)
         if self._refused:
             # The disk may have taken a part of the last one.

@@ -9,8 +9,8 @@ process: there the alarm works, and a child that hangs all the same is killed an
 No answer makes a comparison raise: an answer that cannot be read or compared is not equal.
 
 The middle of the file gives one spelling to answers that mean the same: units, currencies,
-typographic characters. Every rule keeps the meaning. What is left is LaTeX for math_verify, whose
-own removal of units is not used: it takes the variable of `3m` or of `x^2+3t` for a unit.
+typographic characters. Every rule keeps the meaning. The result is LaTeX for math_verify, whose own
+removal of units is not used: it takes the variable of `3m` or of `x^2+3t` for a unit.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def words_of(text: str) -> str | None:
 
 
 def is_text(text: str) -> bool:
-    r"""Return True if a whole answer is one `\text{…}` or one capitalised word: its letters are no variables."""
+    r"""Return True for one `\text{…}` or one capitalised word: its letters are not variables."""
     return (_WHOLE_TEXT.fullmatch(text) or _CAPITALISED.fullmatch(text)) is not None
 
 
@@ -485,7 +485,7 @@ def _compare_spelled(gold: str, answer: str) -> bool | None:
 
 
 def _compare_choices(one: str, other: str) -> bool | None:
-    """Compare two answers of which one is a labelled choice; None if the contents must decide."""
+    """Compare two answers, one of them a labelled choice; None if the contents must decide."""
     choices = choice(one), choice(other)
     if choices[0] is not None and choices[1] is not None:
         if choices[0][0] != choices[1][0]:
@@ -545,7 +545,7 @@ class MathScorer:
     """Compares answers in child processes. Tasks may share it; close it at the end.
 
     Args:
-        processes: comparisons at the same time, those that have become slow not counted.
+        processes: comparisons at the same time; slow ones do not count.
     """
 
     def __init__(self, processes: int = PROCESSES) -> None:

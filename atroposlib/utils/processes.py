@@ -136,8 +136,8 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def end_forked_with_parent() -> None:
-    """Have every process that is forked from this one end with its parent, and those that are
-    forked from it.
+    """Have every process that is forked from this one end with its parent, and in turn every
+    process that is forked from such a process.
     """
     forking: list[int] = []
 
@@ -170,8 +170,8 @@ def _created_by_main_thread(parent: int) -> bool:
 def _watch(parent: int, forked: bool) -> None:
     while True:
         _kill_unless_child_of(parent)
-        # A process that was started anew by `multiprocessing` learns who started it, some time
-        # after the start. A forked one inherits the answer that was true for its parent.
+        # A process that `multiprocessing` spawned learns which process started it, some time after
+        # the start. A forked one inherits the answer that was true for its parent.
         starter = None if forked else multiprocessing.parent_process()
         if starter is not None and starter.pid is not None:
             _kill_unless_child_of(starter.pid)
@@ -222,7 +222,7 @@ class KillableCalls:
     """Makes calls in child processes. Tasks and event loops may share it; close it at the end.
 
     Args:
-        processes: calls that run at the same time, those that have become slow not counted.
+        processes: calls that run at the same time; slow ones do not count.
         memory: bytes of a child's resident memory, in place of MAX_CHILD_BYTES: for functions that
             do not end when the system refuses memory.
     """

@@ -83,9 +83,9 @@ def host_and_port(text: str) -> tuple[str, int]:
         raise ValueError(f"{text!r} is an https address, and these servers speak http; {example}")
     parts = _read_url(_with_scheme(text), example, MAX_ADDRESS_LENGTH, shown=text)
     if not parts.port:
-        raise ValueError(f"{text!r} is no address, for it has no port; {example}")
+        raise ValueError(f"{text!r} is not an address, for it has no port; {example}")
     if parts.path.strip("/"):
-        raise ValueError(f"{text!r} is no address of a server alone, for it has a path; {example}")
+        raise ValueError(f"{text!r} is not a server's address alone, for it has a path; {example}")
     return url_host(str(parts.hostname)), parts.port
 
 
@@ -149,7 +149,7 @@ def _read_url(text: str, example: str, longest: int, shown: str = "") -> SplitRe
     except (
         ValueError
     ) as error:  # a port that is not a number up to 65535, brackets that do not match
-        raise ValueError(f"{quoted} is no address ({error}); {example}") from None
+        raise ValueError(f"{quoted} is not an address ({error}); {example}") from None
     if parts.scheme not in ("http", "https"):
         raise ValueError(f"{quoted} does not begin with http:// or https://; {example}")
     if "@" in parts.netloc:
@@ -168,12 +168,12 @@ def _read_url(text: str, example: str, longest: int, shown: str = "") -> SplitRe
             url.raw_host.decode() if url.host else ""
         )  # `host` decodes xn-- labels, as each request does
     except (httpx.InvalidURL, ValueError) as error:
-        raise ValueError(f"{quoted} is no address ({error}); {example}") from None
+        raise ValueError(f"{quoted} is not an address ({error}); {example}") from None
     # Clients raise UnicodeError, which is not an HTTP error, for a label of more than 63
     # characters.
     if ":" not in host and not (HOST_NAME.fullmatch(resolved) and len(resolved) <= MAX_HOST_LENGTH):
         reason = f"a host's name has letters, digits, - and _, at most 63 between dots and {MAX_HOST_LENGTH} in all"
-        raise ValueError(f"{quoted} is no address ({reason}); {example}")
+        raise ValueError(f"{quoted} is not an address ({reason}); {example}")
     return parts
 
 
@@ -205,8 +205,8 @@ def proxy_trouble() -> str | None:
     """Return what is wrong with the variables for proxies, in one line; None if HTTP clients can
     read them.
 
-    Clients of libraries in this process, such as the one that downloads models, read these
-    variables too and fail only when they are made.
+    Clients of libraries in this process, such as the downloader of models, read these variables too
+    and fail only when they are made.
     """
     try:
         httpx.Client(verify=False).close()

@@ -166,7 +166,7 @@ def direct_client(url: str, timeout: float, api_key: str | None = None) -> httpx
     return httpx.Client(
         **_direct(url, api_key),
         timeout=timeout,
-        # Of the environment, a transport reads the certificates only.
+        # A transport reads only the certificates from the environment.
         transport=httpx.HTTPTransport(trust_env=True, limits=LIMITS),
         event_hooks={"response": [end_slow_answer]},
     )

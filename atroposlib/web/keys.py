@@ -21,7 +21,7 @@ VLLM_KEY = "VLLM_API_KEY"
 """A vLLM server's, under the name that vLLM itself reads."""
 OPENAI_KEY = "OPENAI_API_KEY"
 TEACHER_KEY = "TEACHER_API_KEY"
-"""A teacher's, which may be on somebody else's server."""
+"""A teacher's, which may be on a server of others."""
 PROXY_KEY = "ATROPOS_PROXY_API_KEY"
 """The managed-server proxy's."""
 

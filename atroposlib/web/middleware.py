@@ -186,7 +186,7 @@ class BrowserHeaders:
         is_proven = self.origin is not None or self.site == "same-origin"
         if not is_proven:
             if self.is_browser and self.site is None and self.mode is None:
-                return f"{named} comes from a browser that does not say from which page"
+                return f"{named} comes from a browser that does not name its page"
             # Some programs (Node's fetch) send Sec-Fetch-Mode: cors, and nothing else.
             from_script = (
                 self.mode in (None, *SCRIPT_MODES) and self.destination in SCRIPT_DESTINATIONS
@@ -476,7 +476,7 @@ class Share:
     _held: dict[str, tuple[Budget, int]] = field(default_factory=dict)
 
     async def take(self, budget: Budget, count: int, seconds: float) -> None:
-        """Take units of a budget of which the request has none.
+        """Take units of a budget that the request has not yet drawn on.
 
         Raises:
             NoSpaceError: there was no space for so many seconds.

@@ -102,7 +102,7 @@ def test_what_an_answer_is_worth(env: CodeEnv, caplog: pytest.LogCaptureFixture)
     ]
     assert (text.score, str(text.answer)[:18]) == (pytest.approx(-1 + 0.1), "crash: SyntaxError")
     assert (cheats.correct, str(cheats.answer)) == (False, "crash: call 0 raised SystemExit: 0")
-    assert caplog.text.count("raise --env.sandbox_seconds (said once)") == 1
+    assert caplog.text.count("raise --env.sandbox_seconds (logged once)") == 1
     assert {name: sum(values) for name, values in env._noted.items()} == {
         **{"code_timeout": 2, "code_contained": 0, "code_crash": 3, "code_wrong": 1}
     }
@@ -127,7 +127,8 @@ def test_a_sandbox_of_ones_own_that_fails_gives_no_score(
             graded(env, RIGHT)
     assert env.drops.metrics()["train/dropped_sandbox_broken"] == 2
     assert (
-        caplog.text.count("no room; is the machine short of memory or processes? (said once)") == 1
+        caplog.text.count("no room; is the machine short of memory or processes? (logged once)")
+        == 1
     )
     assert isinstance(env.box, NoSandbox)
     env.box.failure = SandboxUnavailable("it is gone")  # type: ignore[assignment]

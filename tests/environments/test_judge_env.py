@@ -100,7 +100,7 @@ def test_nonsense_is_asked_again_counted_and_never_a_score(
         with pytest.raises(RolloutFailure, match="no number in 3 attempts: 'Score: 11'"):
             graded(env)
     assert env.drops.metrics()["train/dropped_judge_nonsense"] == 8
-    assert caplog.text.count("ask another model (--env.judge_url) (said once)") == 1
+    assert caplog.text.count("ask another model (--env.judge_url) (logged once)") == 1
 
 
 def test_a_judgement_that_was_cut_off_has_no_score(
@@ -145,7 +145,7 @@ def test_what_is_no_completion_at_all_is_counted_and_said_once(
         with pytest.raises(RolloutFailure, match=r"answered no completion, but .*a page"):
             graded(env)
     assert env.drops.metrics()["train/dropped_judge_nonsense"] == 2
-    assert caplog.text.count("is that an OpenAI endpoint? (said once)") == 1
+    assert caplog.text.count("is that an OpenAI endpoint? (logged once)") == 1
 
 
 @pytest.mark.usefixtures("asked_once")
@@ -209,7 +209,8 @@ def test_it_serves_a_trainer_what_the_judge_says(
     log = environment.log_path.read_text()
     assert (
         log.count(
-            "the judge gave no number: 'nonsense'; ask another model (--env.judge_url) (said once)"
+            "the judge gave no number: 'nonsense'; ask another model (--env.judge_url) "
+            "(logged once)"
         )
         == 1
     )

@@ -170,11 +170,11 @@ REFUSED = {
         "--vllm-host 'http://localhost': 'http://localhost' is a URL or a path; give the host alone"
     ),
     "--vllm-servers ::1:9001": (
-        "--vllm-servers ['::1:9001']: '::1:9001' is no address (an IPv6 address with a port "
+        "--vllm-servers ['::1:9001']: '::1:9001' is not an address (an IPv6 address with a port "
         "needs brackets"
     ),
     "--weight-bridge-mode parameter_server --parameter-servers localhost": (
-        "--parameter-servers ['localhost']: 'localhost' is no address, for it has no port"
+        "--parameter-servers ['localhost']: 'localhost' is not an address, for it has no port"
     ),
 }
 """Flags besides --model-name -> the beginning of the message."""

@@ -71,7 +71,7 @@ class BrowserHeaders:
         is_proven = self.origin is not None or self.site == "same-origin"
         if not is_proven:
             if self.is_browser and self.site is None and self.mode is None:
-                return f"{named} comes from a browser that does not say from which page"
+                return f"{named} comes from a browser that does not name its page"
             # Some programs (Node's fetch) send Sec-Fetch-Mode: cors, and nothing else.
             from_script = (
                 self.mode in (None, *SCRIPT_MODES) and self.destination in SCRIPT_DESTINATIONS

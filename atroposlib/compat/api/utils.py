@@ -1,7 +1,7 @@
 """Batch formation on plain lists of groups, for code that keeps its own queue.
 
 A group is a dict whose "tokens" holds one list of token ids per sequence; its size is the number of
-sequences. The names and call signatures are those that Atropos users know. The service itself uses
+sequences. The names and call signatures are Atropos's. The service itself uses
 `queue.rollout_queue`, on the same packing.
 """
 

@@ -40,14 +40,14 @@ class RewardFunction(ABC):
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
         """Raw scores, one for each completion.
 
-        What a caller knows besides, such as `solution`, comes by keyword.
+        Other values of the caller, such as `solution`, come by keyword.
         """
 
     def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
         """Weighted scores, logged if there is a logger.
 
         Raises:
-            ValueError: `compute` returned too many or too few scores, or one that is no finite
+            ValueError: `compute` returned too many or too few scores, or one that is not a finite
                 number.
         """
         raw = self.compute(completions, **kwargs)
@@ -240,7 +240,7 @@ class RewardRegistry:
             return lambda decorated: self.register(decorated, name)
         if not (inspect.isclass(cls) and issubclass(cls, RewardFunction)):
             raise TypeError(
-                f"{cls!r} is no RewardFunction class; register_function takes functions"
+                f"{cls!r} is not a RewardFunction class; register_function takes functions"
             )
         self._entries[name or cls.__name__.lower().removesuffix("reward")] = cls
         return cls
@@ -361,7 +361,7 @@ class CombinedReward(RewardFunction):
 
     @property
     def name(self) -> str:
-        """Its own name, or those of its parts."""
+        """Its own name, or the names of its parts."""
         return (
             self._name or f"combined({','.join(reward.name for reward in self.reward_functions)})"
         )

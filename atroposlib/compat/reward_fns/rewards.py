@@ -365,11 +365,11 @@ class RepetitionPenaltyReward(TextReward):
 
     Four shares between 0 and 1 are measured: of words (without stopwords) and phrases of three
     words that were there before, of sentences that are the same as the one before, and of sentences
-    that begin as an earlier one does. Those above the threshold are weighted and added. Paragraphs
+    that begin as an earlier one does. Shares above the threshold are weighted and added. Paragraphs
     that are there twice cost `paragraph_repetition_base_penalty` times their share.
 
     Args:
-        threshold: shares up to this are no fault.
+        threshold: shares up to this cost nothing.
         min_words, min_sentences: below either, a text gets `short_text_penalty`.
         short_text_penalty: for a text too short to judge.
         paragraph_repetition_base_penalty: for repeated paragraphs.
@@ -467,7 +467,7 @@ def embedding_model(name: str) -> tuple[Any, Any]:
     """Tokenizer and model, loaded once for each process.
 
     Raises:
-        ImportError: they cannot be loaded; says what is missing.
+        ImportError: they cannot be loaded; the message names the missing package.
     """
     from transformers import AutoModel, AutoTokenizer
 

@@ -52,7 +52,7 @@ def observed_folder(run_folder: Path | None, store: Path | None) -> ObservedFold
     """Return the folder of a service's record.
 
     Args:
-        run_folder: the run's folder, if the service was told.
+        run_folder: the run's folder, if the service knows it.
         store: the file of its store; None if it keeps everything in memory.
     """
     if run_folder is not None:
@@ -63,8 +63,8 @@ def observed_folder(run_folder: Path | None, store: Path | None) -> ObservedFold
 
 
 class ObservedFolder:
-    """The folder, and how its files are written. Writing never fails for whoever calls: what cannot
-    be written is complained about once, and the run goes on. Not for several threads at a time.
+    """The folder, and how its files are written. Writing never raises: a file that cannot be
+    written is logged once, and the run goes on. Not for several threads at a time.
 
     Args:
         path: of the folder, which is made when something is written; None for one that is removed
@@ -122,7 +122,7 @@ class ObservedFolder:
             self._complained = False
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a whole file: whoever reads it sees this one or the one before."""
+        """Write a whole file, so that a reader sees this one or the one before."""
         path, whole = self.path / name, orjson.dumps(content)
         try:
             self.path.mkdir(parents=True, exist_ok=True)

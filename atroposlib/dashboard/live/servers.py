@@ -38,7 +38,7 @@ MAX_ANSWER = 1 << 20
 MAX_HISTORY = 2000
 """Versions of one server that are kept."""
 GAPS = ("stalled", "halted")
-"""Phases of an update that say for how long nothing was sampled, the truest first."""
+"""Phases of an update that measure for how long nothing was sampled, the best measure first."""
 _READ_BYTES = 4 << 20
 """At the end of servers.jsonl."""
 MAX_DETAIL = 500
@@ -126,8 +126,8 @@ class Server:
         self._is("bad" if is_bad else "good", trouble, now)
         self.instance = str(weights.get("instance") or "")[:100]
         self.in_flight = whole(weights.get("in_flight"))
-        # Between the two answers there may have been an update: the checksums are those of the
-        # bridge's version.
+        # An update may have come between the two answers. The checksums belong to the version of
+        # the bridge.
         named = bridge if bridge is not None and "weight_version" in bridge else weights
         version, epoch = whole(named.get("weight_version")), whole(named.get("weight_epoch"))
         moved = (version, epoch) != (self.weight_version, self.weight_epoch)
@@ -329,7 +329,7 @@ class ServerWatch:
             if weights is not None:
                 server.answer(time.time(), weights, bridge)
                 return
-            text = "it answers, but neither /weights nor /health says that it is well"
+            text = "it answers, but neither /weights nor /health reports that it is well"
             server.missed(time.time(), text)
 
     async def _get(self, server: str, path: str) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """The processes of a run as the rollout service sees them: their state, their signs and their faults.
 
-The processes are the service itself, the trainer, the environments and the vLLM servers. A sign tells
-that a process has ended or is silent; the page shows it instead of the last state. `ended` needs a
+The processes are the service itself, the trainer, the environments and the vLLM servers. A sign
+marks a process as ended or silent; the page shows it instead of the last state. `ended` needs a
 reason: a recorded end, the end of the run, or a process that is gone. Otherwise a process that is
 merely slow or cannot be reached is called silent. A fault is one sentence with its remedy.
 
@@ -197,8 +197,8 @@ class Sighting:
 
 
 def signs_of(stack: Mapping[str, Any], sighting: Sighting) -> dict[str, dict[str, Any]]:
-    """Return the signs by the names that the page has for processes. Those that run, as far as is
-    known, are left out.
+    """Return the signs by the names that the page has for processes. Processes without a sign of
+    trouble are left out.
 
     The names are `service`, `trainer`, `environment-ID` and `server-URL`.
 
@@ -436,7 +436,7 @@ def _faults_of_trainer(stack: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         return
     if not trainer["registered"]:
         if stack["environments"] or stack["queue"]["groups"]:
-            remedy = "Start it; its log says what it waits for."
+            remedy = "Start it; its log names what it waits for."
             yield _fault("trainer", "warning", "No trainer has registered.", remedy)
         return
     silent, slow = trainer["seconds_silent"], trainer["seconds_since_step"]

@@ -689,8 +689,8 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
     if (application, version) != (APPLICATION_ID, FORMAT) and (read_only or tables):
         connection.close()
         raise ArchiveError(
-            f"{path} is no archive of rollouts of format {FORMAT} (application id {application:#x}, "
-            f"format {version}); move it away for a new one"
+            f"{path} is not an archive of rollouts of format {FORMAT} "
+            f"(application id {application:#x}, format {version}); move it away for a new one"
         )
     return connection
 

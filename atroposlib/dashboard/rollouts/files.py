@@ -172,7 +172,7 @@ class GroupFiles:
         skipped += follower.too_long - too_long
         if skipped:
             logger.warning(
-                "%d lines of %s are no groups, and are passed over", skipped, follower.path
+                "%d lines of %s are not groups, and are passed over", skipped, follower.path
             )
         return True
 

@@ -1,8 +1,8 @@
 """Writes the archive while the service runs, in a thread of its own, so that no post and no trainer
 ever waits for it.
 
-What comes faster than the archive may cost is left out, whole groups at a time, and counted: the
-service has other work to do.
+The archive's share of the service's time is bounded. Groups that come faster are left out, whole
+groups at a time, and counted.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from atroposlib.web.middleware import fault_of
 logger = logging.getLogger(__name__)
 
 BYTES_PER_SECOND = 1 << 20
-"""That are kept in the long run: a few hundredths of a core."""
+"""Bytes per second that are kept in the long run: a few hundredths of a core."""
 BUSY_CORES, BUSY_SHARE = 1 / 3, 0.25
 """While the service uses more than so many cores, this share of them: it has other work to do."""
 BURST_BYTES = 8 << 20
-"""That are kept when none came before, and that may wait for the disk."""
+"""Bytes that are kept at once after a pause, and that may wait for the disk."""
 GROUP_BYTES = 32 << 10
-"""What a group counts as besides its body: the smallest takes half a millisecond too."""
+"""Bytes that a group counts as besides its body: the smallest takes half a millisecond too."""
 MAX_REPORTS = 64
 COMMIT_SECONDS = 0.5
-"""What comes within it is one transaction."""
+"""Groups that come within it are one transaction."""
 CLOSE_SECONDS = 10.0
 _WARN_SECONDS = 60.0
 
@@ -76,7 +76,7 @@ class Allowance:
     def take(self, size: int, now: float) -> bool:
         """Take so many bytes if they are there.
 
-        What is larger than the bound may be taken when all is saved up.
+        More bytes than the bound may be taken when all is saved up.
         """
         self._left = min(self.most, self._left + (now - self._since) * self.per_second)
         self._since = now
@@ -127,7 +127,7 @@ class RolloutRecorder:
         self._has_tokenizer = tokenizer is not None
         self._closed = folder is None
         self._warned_at = -math.inf
-        # Of the thread:
+        # Used by the thread alone:
         self._used, self._since = time.process_time(), time.monotonic()
         self._archive: Archive | None = None
         self._path: Path | None = None

@@ -198,7 +198,7 @@ class Parity(BaseModel):
     Attributes:
         older, older_in_all: tokens of older weights, which are compared with nothing.
         first: the first token that differed; None while none has.
-        kernels: of the trainer and of its servers; None if they are those of the last report.
+        kernels: of the trainer and of its servers; None if the last report had the same.
     """
 
     weight_version: int

@@ -48,7 +48,7 @@ def transcript(
         length: of the whole rollout, in tokens. begin, end: what this is of. runs: `given`,
         `begin`, `end`, `tags` of who speaks, and `pieces`, [text, number of tokens] each. Runs that
         began
-            earlier are told from `begin` on, without tags.
+            earlier are cut to begin at `begin`, without tags.
         columns: [end - begin] of each token, null where not known: `token`, its id; `logprob` under
         the sampler; `trainer`,
             under the trainer's weights; `entropy`; `advantage`; `version` of the weights that
@@ -113,7 +113,7 @@ def runs_of(mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def boundaries(places: npt.NDArray[np.int64], versions: npt.NDArray[np.int64]) -> list[list[int]]:
-    """[position, version] of each sampled token whose weights are not those of the one before."""
+    """[position, version] of each sampled token whose version differs from the token's before."""
     changed = np.flatnonzero(np.diff(versions)) + 1
     return [[int(places[at]), int(versions[at])] for at in changed]
 
@@ -221,7 +221,7 @@ def tags_of_runs(messages: Any, mask: Sequence[int]) -> list[list[dict[str, str]
 
 
 def tags_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the tags above a message: `kind` is said, tool, call, problem or reward."""
+    """Return the tags above a message: `kind` is `said`, tool, call, problem or reward."""
     role, name = str(message.get("role")), message.get("name")
     speaker = f"{role} {name}" if name else role
     tags = [{"kind": "tool" if role == "tool" else "said", "text": _cut(speaker, MAX_CALL)}]

@@ -79,7 +79,7 @@ class Columns:
         self.__init__()  # type: ignore[misc]
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Take in rows, in the order of the file. Those without a step are passed over.
+        """Take in rows, in the order of the file. Rows without a step are passed over.
 
         Returns:
             whether rows that were there before are gone now.
@@ -143,7 +143,7 @@ class Columns:
         self._kept = at
 
     def _thin(self) -> None:
-        # The last row stays: it is the one that the page shows as the newest.
+        # The last row stays, because the page shows it as the newest.
         keep = slice((self._kept - 1) % 2, self._kept, 2)
         self._step = self._step[keep].copy()
         self._columns = {name: column[keep].copy() for name, column in self._columns.items()}

@@ -668,7 +668,7 @@ class RunCatalogue:
         if not matching:
             where = ", ".join(map(str, self.roots)) or "no folder"
             raise UnknownRunError(
-                f"there is no run {run[:100]!r} in {where}; /ui/history lists those that are there"
+                f"there is no run {run[:100]!r} in {where}; /ui/history lists the runs"
             )
         return matching[0]
 

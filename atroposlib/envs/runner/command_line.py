@@ -451,8 +451,8 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
         print(f"error: {line}", file=sys.stderr, flush=True)
         return EnvironmentFailure.exit_code
     except (httpx.HTTPError, openai.APIError, RolloutFailure) as error:
-        # What a server refused, or a rollout that could not be made, is no fault of this program:
-        # no traceback.
+        # A refusal by a server, or a rollout that failed, is not a fault of this program, so that
+        # a traceback would mislead.
         print(f"error: {' '.join(describe(error).split())}", file=sys.stderr, flush=True)
         return EnvironmentFailure.exit_code
 
@@ -542,7 +542,7 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
         try:
             await env.env_manager()
         finally:
-            # Also when it is stopped: whoever trained wants to read what was sampled.
+            # Also when it is stopped, because a person may want to read the rollouts then too.
             say_where_groups_are(settings.env.data_path_to_save_groups, env)
 
 
@@ -561,7 +561,7 @@ def write_evaluate_config(folder: Path, settings: Settings) -> None:
 
 
 def say_where_groups_are(groups_path: str | None, env: "BaseEnv") -> None:
-    """Say how a person reads the groups that were written, if there are any."""
+    """Log the command that shows the groups that were written, if there are any."""
     if groups_path and Path(groups_path).is_file() and Path(groups_path).stat().st_size:
         tokenizer = getattr(
             env.loaded_tokenizer, "name_or_path", ""

@@ -2,7 +2,7 @@
 
 - Items are numbered in the order of `get_next_item`. With weights, seeds and rewards that repeat,
   item number and weights decide whether an item gives a group.
-- Of all unsettled items from `begin` on, the lowest comes next. No more items are in work than
+- The lowest of all unsettled items from `begin` on comes next. No more items are in work than
   groups are missing.
 - So a batch holds the first items of the stream that give a group. Neither the order in which they
   finish nor a killed process changes this, and no item behind them is ever begun.

@@ -173,7 +173,7 @@ class Rollouts:
             checks.
 
         Raises:
-            RolloutFailure: it gave nothing. Whatever is wrong with one item ends that item only.
+            RolloutFailure: it gave nothing. A fault of one item ends that item only.
             EnvironmentFailure: something that only a person can mend.
         """
         try:
@@ -197,7 +197,7 @@ class Rollouts:
             self.state.drops.add("errors")
             logger.exception("an item's groups could not be handed on: %.200r", item)
             raise RolloutFailure(f"{type(error).__name__}: {error}") from error
-        if kept is None:  # an override that does not say takes all
+        if kept is None:  # an override without a count keeps all
             kept = sum(group is not None for group in as_list(groups))
         return groups, kept
 
@@ -288,9 +288,9 @@ def filled(own: Any, recorded: list[Any]) -> Any:
 def say_that_sampling_differs() -> None:
     """Once for each process."""
     logger.warning(
-        "a rollout's requests were sampled with different parameters, and its group does not say of every sequence with which: "
-        "the trainer takes its --temperature for the others. Give the group sequence_fields(nodes), or sampling_params of "
-        "your own. This is said once"
+        "a rollout's requests were sampled with different parameters, and its group lacks the "
+        "parameters of some sequences: the trainer takes its --temperature for these. Give the "
+        "group sequence_fields(nodes), or sampling_params of your own. This is logged once"
     )
 
 
@@ -327,7 +327,7 @@ def only_trained(values: list[T], trained: list[bool]) -> list[list[T]]:
 
 
 class Delivery:
-    """Hands groups on. What is dropped is counted, by reason."""
+    """Hands groups on, and counts dropped ones by reason."""
 
     def __init__(self, state: RunState, connections: Connections, author: Author):
         self.state, self.connections, self.author = state, connections, author
@@ -395,7 +395,7 @@ class Delivery:
             )
             return "malformed"
         # One response alone (group_size 1) is always "all equal", yet methods without groups train
-        # on it; and where the scores say nothing a teacher still does.
+        # on it; and a teacher teaches even where scores do not.
         taught = self.connections.teacher is not None or group.get("distill_logprobs") is not None
         must_differ = (
             self.state.config.ensure_scores_are_not_same and len(group["scores"]) > 1 and not taught
@@ -700,14 +700,14 @@ class Workers:
             number = window.next_number()
             if number not in self._items:
                 self._items[number] = await self.author.item_at(number)
-            if number == window.next_number():  # else a lower one has failed meanwhile
+            if number == window.next_number():  # else a lower one has failed since
                 item = self._items[number]
                 if item is None:
                     del self._items[number]
                 return number, item
 
     def heed_position(self, status: Mapping[str, Any]) -> None:
-        """With `exact_resume`, go where the service says that the stream of items stands.
+        """With `exact_resume`, go to the service's position in the stream of items.
 
         Raises:
             EnvironmentFailure: the run cannot be resumed exactly.
@@ -723,7 +723,7 @@ class Workers:
         if "version" not in status.get("stream", {}):
             raise EnvironmentFailure(
                 f"--env.exact_resume: the rollout service at {self.state.config.rollout_server_url} "
-                "keeps no positions of items; start the one of this version, or leave the flag out"
+                "keeps no positions of items; start a service of this version, or omit the flag"
             )
         if reason := status["stream"].get("inexact"):
             raise EnvironmentFailure(f"--env.exact_resume: {reason}, or leave the flag out")

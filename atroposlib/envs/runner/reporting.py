@@ -45,7 +45,7 @@ class Reports:
     def __init__(self, state: RunState, connections: Connections, author: Author):
         self.state, self.connections, self.author = state, connections, author
         self.evaluations_taken = True
-        """Until the rollout service says that it does not."""
+        """False once the rollout service has no route for evaluations."""
         self.wandb: Any = None
         """The module, once there is a W&B run."""
         self._metrics_writer: KeptLines | None = None
@@ -246,8 +246,8 @@ class Reports:
             write_evaluation(output, {"step": self.state.curr_step} | metrics, beside, samples)
 
     async def _post_evaluation(self, name: str, metrics: Mapping[str, Any]) -> None:
-        """Tell the rollout service what was measured, if the environment is registered there. That
-        it cannot be told is logged, and ends nothing."""
+        """Post a measurement to the rollout service, if the environment is registered there. A
+        failure to post it is logged, and ends nothing."""
         numbers = numbers_of(metrics)
         if self.state.env_id is None or not numbers or not self.evaluations_taken:
             return

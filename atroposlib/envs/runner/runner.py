@@ -135,8 +135,8 @@ class Runner:
             self.workers.wake.clear()
 
     def _idle(self) -> bool:
-        """Return whether nothing happens here before the trainer does something, and the service
-        tells of that.
+        """Return whether nothing happens here before the trainer does something, which the service
+        reports.
         """
         return (
             not self.state.workers
@@ -197,7 +197,7 @@ class Runner:
             self.state.curr_step = data["starting_step"]
             if (
                 self.state.curr_step > 0 and not self.state.config.exact_resume
-            ):  # there the service says which item comes next
+            ):  # there the service decides which item comes next
                 self.author.load_checkpoint()
         logger.info(
             "registered as %s (id %s), training to step %s",
@@ -277,7 +277,7 @@ class Runner:
 
     def _last_step(self) -> int:
         """The step after which there is nothing left to do; -1 when neither the trainer nor the
-        configuration says.
+        configuration sets one.
         """
         return min(
             (step for step in (self.state.config.total_steps, self.trainer_steps) if step > 0),
@@ -287,8 +287,8 @@ class Runner:
     def _training_is_over(self) -> bool:
         """Return whether there is nothing more to do, as of the status asked for last.
 
-        That the last batch was handed out does not end the run: until the trainer says that it has,
-        it may come back from a checkpoint and ask for batches again.
+        A run does not end when its last batch is handed out. Until the trainer reports the end, it
+        may come back from a checkpoint and request batches again.
         """
         status, last = self.state.status_dict, self._last_step()
         if status.get("run_ended"):
@@ -297,7 +297,7 @@ class Runner:
             self._handed_out = None
             return False
         if last == self.state.config.total_steps or "run_ended" not in status:
-            return True  # our own limit, or a service that does not tell of the run's end
+            return True  # our own limit, or a service that does not report the run's end
         if self._handed_out is None:
             logger.info(
                 "every batch up to step %d is handed out: waiting for the trainer to end the run",
@@ -305,7 +305,7 @@ class Runner:
             )
         if self._handed_out is None or self._handed_out[0] != status["current_step"]:
             # Beyond its last step, too: a trainer may have come back to do more steps than it first
-            # said.
+            # announced.
             self._handed_out = status["current_step"], time.monotonic()
         if time.monotonic() - self._handed_out[1] < self.state.config.service_timeout:
             return False
@@ -394,7 +394,7 @@ class Runner:
         await self.author.wandb_log({})
 
     async def _stop(self) -> None:
-        """Cancel what runs, say goodbye, close files and connections."""
+        """Cancel what runs, deregister, close files and connections."""
         tasks = self.state.workers | self.state.eval_workers
         if self.state.eval_runner is not None:
             tasks.add(self.state.eval_runner)

@@ -471,8 +471,8 @@ def end_all(child: int, mode: str) -> tuple[int, int]:
         while True:
             with contextlib.suppress(ProcessLookupError):
                 if mode == "restricted":
-                    # Those of a process that was killed become this one's, and are found the next
-                    # time.
+                    # Children of a killed process become children of this one, and are found the
+                    # next time.
                     with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
                         for pid in file.read().split():
                             os.kill(int(pid), signal.SIGKILL)

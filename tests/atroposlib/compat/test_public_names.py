@@ -160,10 +160,10 @@ def test_a_line_that_is_no_group_is_named(tmp_path: Path) -> None:
     source.write_text(
         '{"messages": ["a"], "scores": [1]}\n{"messages": ["a", "b"], "scores": [1]}\n'
     )
-    with pytest.raises(ValueError, match=r"groups\.jsonl, line 2 is no group"):
+    with pytest.raises(ValueError, match=r"groups\.jsonl, line 2 is not a group"):
         generate_html(source)
     source.write_text("nonsense\n")
-    with pytest.raises(ValueError, match="line 1 is no group"):
+    with pytest.raises(ValueError, match="line 1 is not a group"):
         generate_html(source)
 
 

@@ -208,7 +208,7 @@ async def test_workers_begin_what_it_takes(tmp_path: Path) -> None:
     assert begun.count(1) > 10
     assert environment.asked > 40, "others were passed over"
     other = ScriptedEnv([], curriculum=True)
-    with pytest.raises(UsageError, match="ScriptedEnv does not say which answers are right"):
+    with pytest.raises(UsageError, match="ScriptedEnv does not mark right answers"):
         await other._runner.workers._next_of_stream()
 
 

@@ -384,7 +384,7 @@ async def test_a_sandbox_that_breaks_under_a_tool_is_counted_and_never_scored(
         assert environment.toolbox.metrics() == {"train/tool_problems_ended_rollout": 2.0}
         assert (
             caplog.text.count(
-                "a call of run_code ended its rollout, of which nothing is scored: SandboxBroken: "
+                "a call of run_code ended its rollout, which gets no score: SandboxBroken: "
             )
             == 1
         )

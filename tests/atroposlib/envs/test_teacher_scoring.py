@@ -235,9 +235,9 @@ def test_a_sequence_that_the_teacher_cannot_take_is_dropped_alone(
     [
         ({"key": "secret"}, f"refused with 401: set {TEACHER_KEY}"),
         ({"status": 400}, "will not score: 400"),
-        ({"answer": [None]}, "is no scoring of the tokens sent (1 logprobs of 2 tokens)"),
-        ({"answer": [None, 0.5]}, "is no scoring of the tokens sent (0.5 is no logprob)"),
-        ({"answer": [None, None]}, "is no scoring of the tokens sent (None is no logprob)"),
+        ({"answer": [None]}, "does not score the tokens sent (1 logprobs of 2 tokens)"),
+        ({"answer": [None, 0.5]}, "does not score the tokens sent (0.5 is not a logprob)"),
+        ({"answer": [None, None]}, "does not score the tokens sent (None is not a logprob)"),
     ],
 )
 def test_what_a_person_must_mend_is_said_at_the_start(
@@ -262,7 +262,9 @@ def test_a_token_that_the_teacher_has_no_logprob_of_costs_its_group_alone(
 
     async def work() -> None:
         await env._runner.connections.wait_for_teacher()
-        with pytest.raises(RolloutFailure, match=r"of a sequence of 8 tokens, 0\.5 is no logprob"):
+        with pytest.raises(
+            RolloutFailure, match=r"of a sequence of 8 tokens, 0\.5 is not a logprob"
+        ):
             await env._runner.rollouts.work_on("item")
         await env._runner.rollouts.work_on("item")
         await env._runner.connections.close()

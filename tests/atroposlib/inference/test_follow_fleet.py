@@ -145,9 +145,9 @@ async def test_a_service_that_says_nothing_takes_no_server_away(
     follower._http = httpx.AsyncClient(base_url=follower.url, transport=httpx.MockTransport(answer))
     assert [await follower.ask() for _ in range(6)] == [None] * 6
     assert await follower.ask() == ["http://a:1"]
-    assert caplog.text.count("does not tell of the fleet") == 5
+    assert caplog.text.count("does not list the fleet") == 5
     assert "is it an earlier version?" in caplog.text
-    assert caplog.text.count("tells of the fleet again") == 2
+    assert caplog.text.count("lists the fleet again") == 2
     await follower.close()
 
 

@@ -281,7 +281,7 @@ async def test_all_away_is_one_line_that_names_them_and_has_an_end(
         (line,) = [
             record.getMessage() for record in caplog.records if "Waiting for" in record.getMessage()
         ]
-        assert line.startswith("Waiting for inference servers, 2 of which none can be asked for ")
+        assert line.startswith("Waiting for inference servers, 2 in all and none available for ")
         assert lights[0].url in line
         assert lights[1].url in line
         assert not waiting.done()

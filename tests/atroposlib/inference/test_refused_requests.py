@@ -41,7 +41,7 @@ def test_a_tokenizer_without_a_chat_template(template: str | None) -> None:
     require_chat_template(tokenizer)
     tokenizer.chat_template = template
     with pytest.raises(
-        EnvironmentFailure, match="has no chat template, as those of base models"
+        EnvironmentFailure, match="has no chat template, like a base model's"
     ) as caught:
         require_chat_template(tokenizer)
     assert "\n" not in str(caught.value)

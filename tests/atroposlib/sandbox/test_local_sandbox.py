@@ -338,7 +338,7 @@ def test_what_a_host_cannot_give_is_named_and_refused_unless_allowed() -> None:
     assert "user_namespace: unshare: Operation not permitted" in refused["message"]
     assert refused["message"].endswith("or go without files,disk")
     assert other_way("allowed", *python)["missing"].keys() == {"disk", "files"}
-    with pytest.raises(ValueError, match="'netwrok' is no isolation; there are files, network"):
+    with pytest.raises(ValueError, match="'netwrok' is not an isolation; there are files, network"):
         LocalSandbox(allow_missing=["netwrok"])
 
 

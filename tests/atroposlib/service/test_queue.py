@@ -126,7 +126,7 @@ def test_a_second_registration_takes_effect_and_inherits_the_data() -> None:
     queue.register(registration(4, uuid=2, starting_step=7))
     assert queue.current_step == 7
     assert take(queue) == [0]
-    with pytest.raises(SupersededError, match="you said 1"):
+    with pytest.raises(SupersededError, match="yours is 1"):
         queue.next_batch(0.0, uuid=1)
 
 

@@ -148,7 +148,7 @@ def test_the_same_command_goes_on_however_the_service_ended_until_its_trainer_en
     previous = name.with_suffix(".previous.db")
     log = service.log.read_text()
     assert (
-        f"because the trainer of the last one said that it had ended (--store {name} would have gone on"
+        f"because the trainer of the last one reported its end (--store {name} would have gone on"
         in log
     )
     assert (
@@ -176,7 +176,7 @@ def test_a_named_store_goes_on_after_a_stop_too_unless_told_otherwise(
     service.signal(signal.SIGKILL)
     service = start("--store", "run.db", "--new-run")
     assert is_new(service)
-    assert "beginning a new run, as --new-run says" in service.log.read_text()
+    assert "beginning a new run, because of --new-run" in service.log.read_text()
     assert (tmp_path / "run.previous.db").exists()
 
 

@@ -78,7 +78,7 @@ def test_an_item_is_answered_once_and_never_behind_its_batch() -> None:
         ValidatedGroup(b"{}", 4, 9, stream=STREAM, item=6, life="of another trainer")
     )
     assert earlier is not None
-    assert "begun anew" in str(earlier.reason)
+    assert "set back to item" in str(earlier.reason)
     unknown = streams.refusal(ValidatedGroup(b"{}", 4, 9, stream="other", item=0))
     assert unknown is not None
     assert unknown.status == "dropped"

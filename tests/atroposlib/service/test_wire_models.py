@@ -57,7 +57,7 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
             ["weight_epochs"],
             "has 3 entries for 4 sequences",
         ),
-        ({"weight_epochs": [1] * 4}, ["weight_epochs"], "says nothing without weight_versions"),
+        ({"weight_epochs": [1] * 4}, ["weight_epochs"], "has no meaning without weight_versions"),
         (
             {"weight_version_spans": [[[1, 2]]] * 3},
             ["weight_version_spans"],
@@ -86,7 +86,7 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
         (
             {"weight_epoch_spans": [[7]] * 4},
             ["weight_epoch_spans"],
-            "says nothing without weight_version_spans",
+            "has no meaning without weight_version_spans",
         ),
         (
             {"weight_version_spans": [[[1, 2]]] * 4, "weight_epoch_spans": [[7]] * 3 + [[7, 8]]},
@@ -152,7 +152,7 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
         (
             {"sampling_params": [[{"temperature": 1}]] * 4},
             ["sampling_params", 0, 0, "tokens"],
-            "each part says how many",
+            "each part has its number",
         ),
         (
             {"sampling_params": [[{"temperature": 1, "tokens": 4}]] * 4},

@@ -297,7 +297,7 @@ def test_what_is_no_row_is_counted_and_passed_over(
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     pipe = tmp_path / "metrics.jsonl"
     os.mkfifo(pipe)
-    with pytest.raises(OSError, match="is no file"):
+    with pytest.raises(OSError, match="is not a file"):
         JsonLinesFollower(pipe).read_rows()  # would wait for a writer
     assert last_rows(pipe) == []
 

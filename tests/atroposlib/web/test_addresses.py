@@ -66,10 +66,10 @@ def test_good_addresses(read: Callable[[str], Any], text: str, value: Any) -> No
     [
         (http_address, "localhost:8000", "does not begin with http://"),
         (http_address, "http://::1:8000", r"needs brackets: write \[::1\]:9001"),
-        (http_address, "http://h:99999", "is no address"),
+        (http_address, "http://h:99999", "is not an address"),
         (http_address, "http://h:8000/?a=1", r"with \? or #"),
         (http_address, "http://", "names no host"),
-        (http_address, "http://a..b:1", "is no address"),
+        (http_address, "http://a..b:1", "is not an address"),
         (http_address, "http://u:p@h:1", "leave them out"),
         (http_address, "http://a b:1", "holds a space"),
         (
@@ -78,8 +78,8 @@ def test_good_addresses(read: Callable[[str], Any], text: str, value: Any) -> No
             "at most 63",
         ),  # resolvers raise UnicodeError for it
         (server_address, f"http://{'a.' * 127}:1", "at most 63"),
-        (server_address, f"http://{'ß' * 62}:1", "is no address"),
-        (server_address, "http://xn--a:1", "is no address"),
+        (server_address, f"http://{'ß' * 62}:1", "is not an address"),
+        (server_address, "http://xn--a:1", "is not an address"),
         (server_address, "http://a%00:1", "letters, digits"),
         (server_address, "http://a,b:1", "letters, digits"),
         (http_addresses, "http://a:1,,http://b:1", "an address is empty"),
@@ -87,7 +87,7 @@ def test_good_addresses(read: Callable[[str], Any], text: str, value: Any) -> No
         (host_and_port, "https://h:1", "speak http"),
         (host_and_port, "h", "it has no port"),
         (host_and_port, "h:", "names no port"),
-        (host_and_port, "h:x", "is no address"),
+        (host_and_port, "h:x", "is not an address"),
         (host_and_port, "h:0", "names no port"),
         (host_and_port, "h:1/v1", "it has a path"),
         (host_and_port, ":9001", "names no host"),

@@ -176,7 +176,7 @@ def test_sampling_and_looking_is_for_whoever_reaches_the_port(path: str) -> None
             "Host 'rebound.example:9001' is none that this server goes by",
         ),
         ({"origin": "http://localhost:3000"}, "'http://localhost:3000'"),
-        ({"method": "POST", "browser": True}, "from a browser that does not say from which page"),
+        ({"method": "POST", "browser": True}, "from a browser that does not name its page"),
         ({"origin": "https://page.example"}, "'https://page.example'"),
         ({"origin": "null"}, "'null'"),
         ({"fetch_site": "cross-site"}, "from another page (Sec-Fetch-Site: cross-site)"),

@@ -115,7 +115,7 @@ def test_an_event_stands_on_the_axis_of_every_chart_until_its_kind_is_switched_o
     seen.open("/ui/history")
     follow(seen, "short")
     told = "1 update of step 10 could not be taken"
-    seen.page.get_by_role("row").filter(has_text=told).filter(has_text="log says why").wait_for()
+    seen.page.get_by_role("row").filter(has_text=told).filter(has_text="log has the reason").wait_for()
     for chart in ("Reward", "Where time goes"):
         assert told in read_out(seen, chart), chart
     seen.page.get_by_role("checkbox", name="dropped groups").uncheck()

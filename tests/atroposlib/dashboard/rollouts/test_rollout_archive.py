@@ -324,7 +324,7 @@ def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path: Path) -> Non
     before = other.read_bytes()
     for read_only in (False, True):
         with pytest.raises(
-            ArchiveError, match=r"rollouts\.db is no archive of rollouts of format 2"
+            ArchiveError, match=r"rollouts\.db is not an archive of rollouts of format 2"
         ):
             Archive(other, read_only=read_only)
     assert other.read_bytes() == before

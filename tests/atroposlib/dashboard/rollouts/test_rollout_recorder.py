@@ -148,7 +148,7 @@ def test_groups_that_are_none_and_a_file_of_another_kind_harm_nobody(
         recorder = RolloutRecorder(other.parent)
         recorder.posted([(0, "", body((0.0, 1)))])
         recorder.close()
-    assert "is no archive of rollouts" in caplog.text
+    assert "is not an archive of rollouts" in caplog.text
     RolloutRecorder(None).posted([(0, "", b"")])
 
 

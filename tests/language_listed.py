@@ -1,0 +1,17 @@
+"""Phrases of code that tests/language.py counts and that stay as they are, each with the reason."""
+
+from __future__ import annotations
+
+_JUDGE = "text that the judge reads; with another wording it would give other scores"
+_TASK = "part of a generated task; with another wording a seed would give other tasks"
+
+LISTED: dict[tuple[str, str], str] = {
+    ("environments/code_server.py", "Of these values, return x. …"): _TASK,
+    ("environments/judge_server.py", "What stands between the lines [x] was wr …"): _JUDGE,
+    ("environments/judge_server.py", "is no score"): _JUDGE,
+    ("environments/judge_server.py", "Say"): _JUDGE,
+    ("environments/judge_server.py", "said"): _JUDGE,
+    ("environments/judge_server.py", "somebody"): _TASK,
+    ("environments/judge_server.py", "tell"): _TASK,
+}
+"""File and phrase, as `python -m tests.language FILE` prints it -> why the phrase stays."""
