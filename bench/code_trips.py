@@ -248,7 +248,7 @@ def make_tiny_model(folder: Path) -> Path:
 
 def train_trip(folder: Path) -> Trip:
     """Trace one batch from its fetch through the optimizer step of a trainer in this process."""
-    import numpy.ma  # noqa: F401 - numpy imports it late, for percentiles, and an import is no call
+    import numpy.ma  # noqa: F401 - numpy imports it late, for percentiles, an import is not a call
 
     # Only this trip needs torch.
     from example_trainer.command_line import parse_config

@@ -215,7 +215,8 @@ CALCULATOR = Table(
         "steps": "{ROW/steps @d}",
         "run": "{ROW/seconds @minutes}",
     },
-    "Of {max:*/eval_problems @d} held-out problems, answered greedily, on two cores. {sources}",
+    "Shares of {max:*/eval_problems @d} held-out problems, answered greedily, on two cores. "
+    "{sources}",
 )
 COST_COLUMNS = {
     "off": "{mean:rollout/off/ROW/*/tokens_per_second @three digits}",

@@ -14,8 +14,8 @@ load     the load of rollout_api_load.py in short turns on two services, in roun
          writes a row each second into a run of 10,000 steps. 128 groups before use up what may be
          kept at once.
 memory   the same load again and again on one service with ten pages open, and the service's memory after each.
-open     a run that nobody has opened yet: every list of rollouts by a fresh process, with nothing of the file in the system's
-         memory. And what it costs to keep a group, in an empty archive and in one that is full.
+open     a run that was not opened before: every list of rollouts by a fresh process, with nothing
+         of the file in the system's memory. And what it costs to keep a group, in an empty archive and in one that is full.
 
 Open pages are a process of their own, and share the machine's cores with service and load: eight
 overviews, one list of rollouts, one page of weights, each asking as often as its script does
@@ -136,7 +136,7 @@ def write_figures(folder: Path, steps: int) -> Rows:
 
 
 def tokenizer_file(tokens: int = TOKENS) -> bytes:
-    """Make a tokenizer.json of byte pairs, as large as those of today's models; its texts are not a
+    """Make a tokenizer.json of byte pairs, as large as a present model's; its texts are not a
     language.
     """
     draw = random.Random(2)

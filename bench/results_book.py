@@ -53,7 +53,7 @@ class Book:
         """A number at `path` whose measurement is known. Raises FigureError otherwise."""
         value = self.get(file, path)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise FigureError(f"{file}.json {path}: {value!r} is no number")
+            raise FigureError(f"{file}.json {path}: {value!r} is not a number")
         self.measured(file, path)
         return value
 
@@ -97,7 +97,7 @@ class Book:
         if colon and name == "all":
             values = self.values(file, pattern)
             if not all(value is True for value in values):
-                raise FigureError(f"{file}.json {pattern}: not all are true, as a document says")
+                raise FigureError(f"{file}.json {pattern}: a document states that all are true")
             return len(values)
         if colon and name in AGGREGATES:
             return AGGREGATES[name](self.values(file, pattern))

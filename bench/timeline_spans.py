@@ -203,7 +203,7 @@ def check_trace(trace: Mapping[str, Any]) -> None:
     """
     events = trace.get("traceEvents")
     if not isinstance(events, list):
-        raise ValueError("traceEvents is no list")
+        raise ValueError("traceEvents is not a list")
     ends: dict[tuple[int, int], float] = {}
     for number, event in enumerate(events):
         told = f"event {number}"

@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--from", dest="begin", type=float, default=0.0, help="seconds after a folder's first span"
     )
     parser.add_argument(
-        "--to", dest="end", type=float, help="likewise; default: the last span's end"
+        "--to", dest="end", type=float, help="seconds after it; default: the last span's end"
     )
     args = parser.parse_args(arguments)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
         if unreadable:
-            print(f"{folder}: {unreadable} lines are no spans, and were passed over")
+            print(f"{folder}: {unreadable} lines are not spans, and were passed over")
         panels.append((name, processes, begin, end))
     save(draw(panels), args.output / "timeline.svg")
     print(report(panels))

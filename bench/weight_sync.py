@@ -14,7 +14,8 @@ Parts:
 
     ceiling      the rates that NCCL itself reaches between the same GPUs
     bridge       updates by the project's broadcast bridge, idle and under load, for each way of transfer
-    clients      the same with keys and values computed anew (`recompute`) and kept (`keep`), and the tokens computed anew
+    clients      the same with keys and values computed again (`recompute`) and kept (`keep`), and
+                 the tokens computed again
     engine       the same by vLLM's own NCCL weight-transfer engine
     throughput   generation with and without updates, for both settings of --inflight-cache
     servers      whole updates of 1, 2, … servers. With GPUs each has one of its own, and vLLM's own engine is measured too.
@@ -573,7 +574,7 @@ UPDATE_COLUMNS = {
     "pause beyond the write ms": "pause_beyond_write_ms/median",
     "first byte to verified: median ms": "first_byte_to_verified_ms/median",
     "GB/s": "gb_per_s",
-    "tokens computed anew": "computed_anew/tokens",
+    "tokens computed again": "computed_anew/tokens",
     "updates": "updates",
 }
 THROUGHPUT_COLUMNS = {

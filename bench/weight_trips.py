@@ -61,8 +61,8 @@ def dying_server(trainer: Trainer, started: list[LightServer]) -> tuple[Trip, Tr
 
     Returns:
         the trainer's side: how it notices, goes on with the other server, and brings this one back;
-        and both sides, with what the servers do from the fault on, but for the start of the one
-        that comes back.
+        and both sides, with what the servers do from the fault on, but for the second start of the
+        lost server.
     """
     trainers_side, both, lost = Trip(), Trip(), started[1]
     lost.fault("receive", "kill")
@@ -71,7 +71,7 @@ def dying_server(trainer: Trainer, started: list[LightServer]) -> tuple[Trip, Tr
     with trainers_side.traced():
         trainer.step()
         lost.start()
-        files_of(lost)  # its start is no part of the trip
+        files_of(lost)  # its start is not a part of the trip
         bring_back(trainer, lost)
     both.files |= trainers_side.files
     for server in started:

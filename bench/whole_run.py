@@ -76,7 +76,7 @@ def summarise(rows: list[tuple[float, Row]], leave_out: int) -> dict[str, Any]:
     """
     if len(rows) <= leave_out or leave_out < 1:
         raise BenchError(
-            f"{len(rows)} steps are too few, of which {leave_out} are left out; at least one must be"
+            f"{len(rows)} steps are too few, with {leave_out} left out; at least one must be"
         )
     seconds = rows[-1][0] - rows[leave_out - 1][0]
     counted = [row for _, row in rows[leave_out:]]

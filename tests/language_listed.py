@@ -6,6 +6,9 @@ _JUDGE = "text that the judge reads; with another wording it would give other sc
 _TASK = "part of a generated task; with another wording a seed would give other tasks"
 
 LISTED: dict[tuple[str, str], str] = {
+    ("bench/async_modes.py", "meanwhile"): (
+        "a title in docs/images/async_timelines.svg, which is drawn from the traces of a run"
+    ),
     ("environments/code_server.py", "Of these values, return x. …"): _TASK,
     ("environments/judge_server.py", "What stands between the lines [x] was wr …"): _JUDGE,
     ("environments/judge_server.py", "is no score"): _JUDGE,

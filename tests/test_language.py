@@ -15,7 +15,7 @@ from tests import language
 from tests.language import hits_in_code, hits_in_document, read_counts, write_counts
 
 COUNTING = st.dictionaries(
-    st.sampled_from(["README.md", "docs/a.md", "docs/b.md", "bench/"]),
+    st.sampled_from(["README.md", "docs/a.md", "docs/b.md", "folder/"]),
     st.dictionaries(st.sampled_from(["phrases", "long sentences"]), st.integers(1, 90)),
     min_size=1,
 )
@@ -186,8 +186,8 @@ def test_a_listed_phrase_is_not_counted_and_an_unused_entry_is_named(
 
 def test_a_plain_package_has_no_limit(tmp_path: Path) -> None:
     path = tmp_path / "counts.json"
-    write_counts({"scripts/": {"phrases": 1}, "bench/": {"phrases": 2}}, path)
-    assert read_counts(path) == {"bench/": {"phrases": 2}}
+    write_counts({"scripts/": {"phrases": 1}, "folder/": {"phrases": 2}}, path)
+    assert read_counts(path) == {"folder/": {"phrases": 2}}
     assert language.risen({"scripts/": {"phrases": 1}}, read_counts(path)) == [
         ("scripts/", "phrases", 1, 0)
     ]

@@ -256,9 +256,7 @@ def answer_once(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     deadline = time.monotonic() + HELD_SECONDS
     while not asked.exists():
         if time.monotonic() > deadline or not asked.parent.exists():
-            raise TimeoutError(
-                f"nobody asked for anything within {HELD_SECONDS:g} s: {asked} is not there"
-            )
+            raise TimeoutError(f"no request came within {HELD_SECONDS:g} s: {asked} is not there")
         time.sleep(0.02)
     found = work(json.loads(asked.read_text(encoding="utf-8")))
     if int(os.environ.get("RANK", "0")) == 0:

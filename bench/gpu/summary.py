@@ -56,7 +56,7 @@ def gaps_of(streams: Sequence[Sequence[float]]) -> list[Interval]:
     """The time between each two neighbouring arrivals of a stream, over all streams, by start.
 
     Args:
-        streams: for each request, when its tokens arrived; what lies between two requests is no
+        streams: for each request, when its tokens arrived; the time between two requests is not a
             gap.
     """
     return sorted((before, after) for arrivals in streams for before, after in pairwise(arrivals))

@@ -96,7 +96,7 @@ class BenchTrainer:
             spare: keep only the set that is not in the model beside it, and exchange the two at
                 each update: for large models. Not for a single copy, whose parameters are given
                 other memory.
-            drawn: keep neither set, and draw an update's weights anew where they are read: for
+            drawn: keep neither set, and draw an update's weights again where they are read: for
                 models that do not fit twice. A write then takes as long as the drawing.
         """
         before = self._memory_used()
@@ -259,8 +259,8 @@ class BenchTrainer:
         return self._checksums_equal(self._get("/bridge/state", url)["checksums"], url)
 
     def flatten_head(self, undo: bool = False) -> dict[str, Any]:
-        """Write zeros into the last norm, without telling the server (or put back what was there):
-        a single copy shows it.
+        """Write zeros into the last norm, without an update of the server (or put back what was
+        there): a single copy shows it.
         """
         assert self.model is not None
         weight = self.model.model.norm.weight.detach()
@@ -385,8 +385,8 @@ class BenchTrainer:
         return ask()
 
     def _compared(self, prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
-        """Compare an answer's logprobs with those of the weights sent last, and of the weights
-        before.
+        """Compare an answer's logprobs with the logprobs under the weights sent last, and under the
+        weights before.
         """
         sampled, served = (
             torch.tensor(answer[key], device=self.device) for key in ("token_ids", "token_logprobs")

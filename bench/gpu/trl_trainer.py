@@ -61,7 +61,7 @@ def make_dataset(questions: Path) -> Any:
 
 
 def main(settings: dict[str, Any], rows: Path) -> None:
-    """Train, and append a row for each step; the keys are those of our metrics.jsonl."""
+    """Train, and append a row for each step, with the keys of our metrics.jsonl."""
     from transformers import TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 

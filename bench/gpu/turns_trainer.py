@@ -18,7 +18,7 @@ from example_trainer.config import TrainerConfig
 
 
 class TurnsTrainer(BenchTrainer):
-    """Commands for bench/colocate.py, beside those of every trainer of the benchmarks."""
+    """Commands for bench/colocate.py, beside the commands of every trainer of the benchmarks."""
 
     def steps(self, count: int, tokens: int, length: int) -> dict[str, Any]:
         """Take whole steps: (rest,) forward, backward, optimizer, update of the server(, wake).

@@ -184,7 +184,7 @@ def test_a_value_is_formatted_and_scaled(tmp_path: Path) -> None:
     [
         ("sync rows/1/a @d", "has no rows/1/a"),
         ("other a @d", "there is no other.json"),
-        ("sync name @s", "'x' is no number"),
+        ("sync name @s", "'x' is not a number"),
         ("sync rows/0/a @nonsense", "Invalid format|format|nonsense"),
         ("nobody_has_this_name", "neither the name of a figure nor FILE"),
     ],
@@ -252,7 +252,7 @@ def test_a_table_is_made_of_templates(tmp_path: Path) -> None:
     assert across.startswith("| 125.75 | first | second |\n| --- | --- | --- |\n| ms | 1.5 | 250 |")
     assert across.endswith("\n\n250 of 2")
     rows["b"]["good"] = False
-    with pytest.raises(FigureError, match="not all are true"):
+    with pytest.raises(FigureError, match="a document states that all are true"):
         book(tmp_path, sync={"rows": rows}).value("sync", "all:rows/*/good")
 
 

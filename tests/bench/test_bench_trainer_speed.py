@@ -274,7 +274,7 @@ def test_the_first_steps_are_left_out_and_the_rest_is_over_the_wall_clock() -> N
         "trained_tokens": 700,
         "trained_tokens_per_second": 35.0,
     }, "only what is computed"
-    with pytest.raises(BenchError, match="3 steps are too few, of which 3 are left out"):
+    with pytest.raises(BenchError, match="3 steps are too few, with 3 left out"):
         summarise(rows, 3)
 
 
