@@ -62,7 +62,7 @@ LOADS: dict[str, dict[str, Any]] = {
 SHARED_CACHE_GIB = 20
 SEATS = 256
 PAGES_ROOM = 64
-"""Tokens of the cache beside those of a sequence: its last page, and one for what is in flight."""
+"""Tokens of the cache beside a sequence's own: its last page, and one for what is in flight."""
 ROUNDS = 3
 PROFILED = {"1 sequence": 64, "256 sequences": 32}
 """Load -> tokens of each sequence while the GPU's kernels are timed; after the measurements, which

@@ -12,8 +12,8 @@ weights included; the best of several each. "with a checkpoint": and what each s
 is written to the disk in the background. Beside ours in the same sitting: plain packed PyTorch
 (bench/gpu/plain_decoder.py). Where there are several GPUs, cases for one GPU run on all of them at
 the same time, unless --alone is given. mfu is 6 · parameters of the layers' and the output matrix ·
-forwarded tokens over seconds, of 790 TFLOP/s for each GPU, and of a mixture's experts those of a
-token alone (`active_parameters`); counted: what observe/perf.py counts.
+forwarded tokens over seconds, of 790 TFLOP/s for each GPU; of a mixture only the experts of one
+token count (`active_parameters`). counted: what observe/perf.py counts.
 Prints a table and writes trainer_speed.json after each case.
 """
 

@@ -658,7 +658,7 @@ OPTIONS: Options = {
     },
     "--drawn": {
         "action": "store_true",
-        "help": "the trainer draws the weights of an update anew and keeps no second set: for models that do not fit twice",
+        "help": "the trainer draws each update's weights and keeps no second set: for models that do not fit twice",
     },
     "--cache-gib": {
         "type": int,

@@ -91,7 +91,7 @@ def rates(
     """Tokens per second of all ranks, and shares of the peak.
 
     mfu is of 6 operations for each forwarded token and element of the matrices that it is
-    multiplied with (a mixture's: those of its experts), the output's included; mfu_counted is of
+    multiplied with (in a mixture only its experts'), the output's included; mfu_counted is of
     what observe/perf.py counts: the output matrix for trained tokens alone, and attention.
     """
     forwarded, peak = len(bin_.tokens), PEAK_FLOPS * seconds / passes
