@@ -39,6 +39,8 @@
 #       a million tokens) · 33-moe-sampling (one: all layers; vLLM without the mode, in its own and in ours) ·
 #       33-moe-trainer (one: passes and steps at 4k, ordinary and exact) ·
 #       33-moe-update (two: all layers by broadcast) ·
+#       33-moe-replay (one: the starter model as a mixture, ordinary, with router replay, and deterministic) ·
+#       33-moe-steps (one: 200 deterministic steps of it, twice, that must end in the same weights) ·
 #       The kinds of 33 name the installed vLLM in the names of their results, so that the same kind under two versions gives two
 #       files. DRY=1 tries them with tiny shapes on the CPU ·
 #       cpu (a tiny model, to try the scripts) ·
@@ -261,6 +263,18 @@ case $kind in
   33-moe-update)
     run 420 moe_update bench/weight_sync.py --shape qwen3-30b-a3b --parts bridge --transfers direct --drawn --cache-gib 6 \
       --concurrency 64 --name "moe_update$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-moe-replay)
+    modes=(mixture mixture_replay mixture_deterministic)
+    [[ -z ${DRY:-} ]] || modes=(mixture)
+    run 535 moe_replay tests/gpu/check_training_modes.py --steps 20 --seconds 180 --name "moe_replay$version" --only "${modes[@]}" \
+      ${dry[@]+"${dry[@]}"}
+    ;;
+  33-moe-steps)
+    modes=(--only mixture_deterministic --steps 200)
+    [[ -z ${DRY:-} ]] || modes=(--only mixture --steps 8)
+    run 535 moe_steps tests/gpu/check_training_modes.py --repeat 2 --seconds 420 --name "moe_steps$version" "${modes[@]}" \
+      ${dry[@]+"${dry[@]}"}
     ;;
   cpu)
     run 600 weight_sync bench/weight_sync.py --device cpu --tiny --parts ceiling bridge throughput

@@ -29,6 +29,7 @@ sys.path[0] = str(ROOT)
 import argparse
 import json
 import re
+import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,7 @@ from bench.gpu.training_stack import TrainingStack, answers, read_rows, wait_for
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 from bench.measured import Options, command_line
 from example_trainer.launcher import roles
+from studies.starter_model import mixture
 
 CACHE_GIB, MODEL_LENGTH = 4, 512
 MOST_KL = 0.02
@@ -70,6 +72,8 @@ class Mode:
         ahead: batches that the environment may sample before a step has been taken.
         squeezed: the trainer's GPUs where there are vLLM's alone; empty: the run needs those that
             `trainer_gpus` says.
+        mixture: the model is a mixture of experts, made of the starter model.
+        most_kl: see MOST_KL.
         parameter_server: the GPU of the one that hands the weights on, empty if it keeps them in
             the host's memory; None: the trainer sends them itself.
     """
@@ -82,6 +86,8 @@ class Mode:
     shared: bool = True
     ahead: int = 1
     squeezed: str = ""
+    mixture: bool = False
+    most_kl: float = MOST_KL
     parameter_server: str | None = None
 
     def on(self, gpus: int) -> Mode:
@@ -98,6 +104,11 @@ class Mode:
     @property
     def deterministic(self) -> bool:
         return "--deterministic" in self.trainer
+
+    @property
+    def replays(self) -> bool:
+        """Report if tokens go through the experts that the sampler chose."""
+        return "--router-replay" in self.trainer
 
     @property
     def on_policy(self) -> bool:
@@ -169,6 +180,25 @@ MODES = {
         ahead=0,
         squeezed="0",
     ),
+    # Some tokens go through other experts than the sampler's: how far apart the two sides are then
+    # is measured, and only nonsense is an error.
+    "mixture": Mode("0", "0", (*_SHARED, "--single-copy"), ahead=0, mixture=True, most_kl=0.5),
+    "mixture_replay": Mode(
+        "0",
+        "0",
+        (*_SHARED, "--single-copy", "--router-replay"),
+        ("--enable-return-routed-experts",),
+        ahead=0,
+        mixture=True,
+    ),
+    "mixture_deterministic": Mode(
+        "0",
+        "0",
+        (*_SHARED, "--single-copy", *_DETERMINISTIC),
+        _DETERMINISTIC,
+        ahead=0,
+        mixture=True,
+    ),
 }
 
 
@@ -196,6 +226,10 @@ class Run:
             stack,
             kill_after,
         )
+        self.model = STARTER
+        if mode.mixture:
+            self.model = work / "mixture"
+            mixture.main(["--output", str(self.model)])
         self.processes = TrainingStack(name, args.output, work, stack, args.device == "cpu")
         servers = 1 if mode.own_server else len(mode.servers)
         self.ports = [free_port() for _ in range(servers)]
@@ -215,7 +249,7 @@ class Run:
             folder = self.processes.folder / name if number else self.processes.folder
             started.append(
                 VllmServer(
-                    name, STARTER, self.args.output, options, self.ports[number], logs=folder
+                    name, self.model, self.args.output, options, self.ports[number], logs=folder
                 )
             )
             self.stack.callback(started[-1].stop)
@@ -254,6 +288,9 @@ class Run:
             "ranks": ranks_in(self.trainer.log_path),
             "compared_tokens": sum(row.get("compared_tokens", 0) for row in rows),
             "mismatched_tokens": sum(row.get("mismatched_tokens", 0) for row in rows),
+            "rerouted_share": [
+                row["rerouted_share"] for row in rows if row.get("rerouted_share") is not None
+            ],
             "checksums": [row["checksum"] for row in rows],
             "seconds_to_vllm_ready": round(ready - begun, 1),
             "seconds_training": round(time.monotonic() - ready, 1),
@@ -274,7 +311,7 @@ class Run:
         if self.handing_on:
             servers.append(self.start_parameter_server())
         self.trainer = self.processes.start_trainer(
-            STARTER, mode.trainer_gpus, None, [*mode.trainer, *resume], **self.trainer_options()
+            self.model, mode.trainer_gpus, None, [*mode.trainer, *resume], **self.trainer_options()
         )
         environment = self.processes.start_environment(
             "environments/arithmetic_server.py",
@@ -293,7 +330,7 @@ class Run:
     def start_parameter_server(self) -> Child:
         """Once it listens; it holds nothing until the trainer has pushed."""
         command = roles.parameter_server(
-            STARTER,
+            self.model,
             self.processes.service_url,
             [f"localhost:{port}" for port in self.ports],
             port=self.handing_on,
@@ -370,7 +407,11 @@ class Run:
                 f"{self.name}: the trainer started {found['ranks']} ranks on GPUs {self.mode.trainer_gpus}"
             )
         worst = max(abs(value) for value in found["kl"])
-        if self.mode.on_policy and worst > MOST_KL:
+        if self.mode.replays and len(found["rerouted_share"]) != steps:
+            raise BenchError(
+                f"{self.name}: experts were replayed in {len(found['rerouted_share'])} of {steps} steps"
+            )
+        if self.mode.on_policy and worst > self.mode.most_kl:
             raise BenchError(f"{self.name}: KL to the rollouts' policy reached {worst}")
         if self.mode.deterministic and (
             not found["compared_tokens"] or found["mismatched_tokens"] or worst
@@ -464,21 +505,22 @@ def report(data: dict[str, Any]) -> str:
         if "steps" in found:
             rewards = found["rewards"]
             kl = max(map(abs, found["kl"]))
+            rerouted = found.get("rerouted_share")
             cells = [
                 found["steps"],
                 found.get("ranks", 1),
                 found["params"],
                 f"{rewards[0]} to {rewards[-1]}",
                 f"{kl:.1e}",
+                f"{statistics.mean(found['kl']):.1e}",
+                f"{statistics.mean(rerouted):.2%}" if rerouted else None,
                 found["seconds_sync_ms"],
             ]
             rows.append([name, *cells, found["seconds_training"]])
         else:
-            rows.append([name, *found.values(), "", "", "", "", "", ""])
-    return table(
-        ["mode", "steps", "ranks", "parameters", "reward", "largest KL", "sync ms", "training s"],
-        rows,
-    )
+            rows.append([name, *found.values(), "", "", "", "", "", "", "", ""])
+    heads = ["mode", "steps", "ranks", "parameters", "reward", "largest KL", "mean KL", "rerouted"]
+    return table([*heads, "sync ms", "training s"], rows)
 
 
 OPTIONS: Options = {

@@ -221,6 +221,28 @@ def test_a_trainer_s_own_server_is_put_on_the_gpus_that_this_program_may_use(
     assert Run.trainer_options(run)["vllm_gpus"] == "2"
 
 
+def mode_run(name: str, steps: int) -> Any:
+    args = SimpleNamespace(steps=steps, device="cpu")
+    return SimpleNamespace(name=name, mode=MODES[name], args=args)
+
+
+def test_a_replay_without_experts_and_a_mixture_that_differs_are_failures() -> None:
+    rows = [{"step": 1}, {"step": 2}]
+    found = {
+        "params": "3/3", "served": [2], "kl": [0.0, 0.001], "compared_tokens": 5, "mismatched_tokens": 0,
+        "rerouted_share": [0.01, 0.02],
+    }  # fmt: skip
+    Run.judge(mode_run("mixture_replay", 2), found, rows)
+    with pytest.raises(BenchError, match="replayed in 1 of 2 steps"):
+        Run.judge(mode_run("mixture_replay", 2), found | {"rerouted_share": [0.01]}, rows)
+    found = found | {"rerouted_share": [], "kl": [0.0, 0.1]}
+    Run.judge(mode_run("mixture", 2), found, rows)
+    with pytest.raises(BenchError, match=r"KL to the rollouts. policy reached 0\.1"):
+        Run.judge(mode_run("mixture_deterministic", 2), found, rows)
+    with pytest.raises(BenchError, match=r"0 of 5 tokens differ, KL 0\.001"):
+        Run.judge(mode_run("mixture_deterministic", 2), found | {"kl": [0.0, 0.001]}, rows)
+
+
 def test_what_does_not_fit_is_left_out() -> None:
     assert MODES["single_copy_tp2"].on(1).gpus_needed == 2
     assert MODES["broadcast_two_servers"].on(1).gpus_needed == 2
