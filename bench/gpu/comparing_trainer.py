@@ -36,6 +36,19 @@ class Rollout:
     logprobs: list[float]
 
 
+def packed(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Rollouts in parts of about PACKED_TOKENS tokens, the longest first."""
+    rows = sorted(rollouts, key=lambda r: len(r.prompt) + len(r.tokens))
+    parts: list[list[Rollout]] = []
+    while rows:
+        part, size = [], 0
+        while rows and size < PACKED_TOKENS:
+            part.append(rows.pop())
+            size += len(part[-1].prompt) + len(part[-1].tokens)
+        parts.append(part)
+    return parts
+
+
 class ComparingTrainer(BenchTrainer):
     """BenchTrainer that compares logprobs."""
 
@@ -64,9 +77,14 @@ class ComparingTrainer(BenchTrainer):
             seconds, and how far the server's counters of preemptions and of tokens found in the
             prefix cache went up.
         """
-        before, started = self._counters(), time.monotonic()
-        rollouts = asyncio.run(self._sample(concurrency, requests, prompts, new, seed, shared))
-        sampled, after = time.monotonic(), self._counters()
+
+        def sample() -> list[list[list[Any]]]:
+            drawn = asyncio.run(self._sample(concurrency, requests, prompts, new, seed, shared))
+            return [[one.prompt, one.tokens, one.logprobs] for one in drawn]
+
+        before, started = self._asked(self._counters), time.monotonic()
+        rollouts = [Rollout(*row) for row in self._asked(sample)]
+        sampled, after = time.monotonic(), self._asked(self._counters)
         comparison = self.compare(rollouts)
         seconds = {
             "sampling": round(sampled - started, 2),
@@ -82,18 +100,10 @@ class ComparingTrainer(BenchTrainer):
         """Recompute each sampled token's logprob, and compare it with the server's as a 32-bit
         integer.
         """
-        rows = sorted(rollouts, key=lambda r: len(r.prompt) + len(r.tokens))
-        theirs, ours = [], []
-        while rows:
-            part, size = [], 0
-            while rows and size < PACKED_TOKENS:
-                part.append(rows.pop())
-                size += len(part[-1].prompt) + len(part[-1].tokens)
-            ours.append(self._logprobs(part).cpu())
-            theirs.append(
-                torch.tensor([value for r in part for value in r.logprobs], dtype=torch.float32)
-            )
-        one, other = torch.cat(theirs), torch.cat(ours)
+        parts = packed(rollouts)
+        theirs = [value for part in parts for r in part for value in r.logprobs]
+        one = torch.tensor(theirs, dtype=torch.float32)
+        other = torch.cat(self._recomputed(parts))
         wrong = (one.view(torch.int32) != other.view(torch.int32)).nonzero().flatten()
         first = wrong[0].item() if len(wrong) else None
         ratio = (other - one).double()
@@ -110,6 +120,10 @@ class ComparingTrainer(BenchTrainer):
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         return {**super().commands(), "cell": self.cell}
+
+    def _recomputed(self, parts: Sequence[Sequence[Rollout]]) -> list[torch.Tensor]:
+        """The logprobs of each part's tokens."""
+        return [self._logprobs(part).cpu() for part in parts]
 
     @torch.no_grad()
     def _logprobs(self, rollouts: Sequence[Rollout]) -> torch.Tensor:

@@ -16,7 +16,6 @@
 #       4-crossed (four: 14B to four ranks from a trainer of four, one of each on a GPU; MPS as for 2-crossed) ·
 #       4-late (three or more: a rank that is late) · gathering (four; two and four ranks gather 14B; needs no vLLM) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       2-layouts (two: deterministic trainers of two ranks, needs no server) ·
-#       2-exact (two: tokens of a server with two tensor-parallel ranks against a trainer of one) ·
 #       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
 #       resumed (one: 40 steps over each bridge, twice, one of them killed in the middle and resumed: the same weights) ·
 #       exact-on-ray (one; two for a broadcast too: a run on Ray killed whole and started again: the same weights) ·
@@ -33,6 +32,12 @@
 #       ranks (two; one for the float16 servers: trainers that start their own ranks, and trainers beside a float16 server) · checks (one: tests/gpu/check_*.py) ·
 #       33-any-model (one: Qwen3-1.7B by the decoder of ours and through transformers) · 33-sampling, 33-updates (one: /generate at
 #       512 sequences, deterministic sampling, waits for updates) · 33-modes · 33-faults (one) · 33-parity (one) · 33-whole-run (two) ·
+#       33-exact-2, 33-exact-2-fsdp, 33-exact-2-single-copy, 33-exact-2-8b (two: tokens of a server with two tensor-parallel ranks
+#       against a trainer of one, FSDP2 over two, a single copy of two ranks; 8B against a trainer of one) ·
+#       33-exact-steps-2 (two: 200 steps of a server of two ranks with each of three trainers, twice, that must end in the same
+#       weights; all at the same time under CUDA's MPS, which it starts, unless MPS=0; MODES names some of them) ·
+#       33-exact-resumed-2 (two: 40 steps, twice, one killed in the middle and resumed; MODES as above) ·
+#       4-exact (four: a server with four ranks against trainers of one, and FSDP2 over two and four) ·
 #       33-sampling-tp2 (two: vLLM without the mode, in its own and in ours, over two GPUs) ·
 #       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels).
 #       33-moe-* (mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB): 33-moe-parity (one: 12 of its 48 layers,
@@ -69,10 +74,23 @@ run() {
   echo "== $name took $((SECONDS - began)) s"
 }
 version='' tiny=() dry=()
-if [[ $kind == 33-* ]]; then
+if [[ $kind == 33-* || $kind == 4-exact || $kind == 4-whole-run ]]; then
   version=$("$python" -m bench.gpu.machine) || exit 1
   [[ -z ${DRY:-} ]] || tiny=(--device cpu --tiny) dry=(--device cpu)
 fi
+together() {
+  # Processes on one GPU compute at the same time under CUDA's MPS; in turns, two ranks on two GPUs seldom meet.
+  [[ -z ${DRY:-} && ${MPS:-1} == 1 ]] || return 0
+  local folder
+  folder=$(mktemp -d) && mkdir "$folder/pipe" "$folder/log" || exit 1
+  export CUDA_MPS_PIPE_DIRECTORY=$folder/pipe CUDA_MPS_LOG_DIRECTORY=$folder/log
+  # With CUDA_VISIBLE_DEVICES it would number those GPUs anew, for all of its programs.
+  env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d || {
+    echo "run_all: MPS does not start; MPS=0 does without" >&2
+    exit 1
+  }
+  trap 'echo quit | nvidia-cuda-mps-control' EXIT
+}
 case $kind in
   1)
     run 270 single_copy bench/weight_sync.py --parts single_copy --concurrency 64
@@ -124,7 +142,38 @@ case $kind in
     run 330 deterministic_cost bench/deterministic_cost.py
     run 300 bi_on_off studies/bitwise/on_off.py --jobs 6
     ;;
-  2-exact) run 535 exact_layouts tests/gpu/check_exact_layouts.py --tensor-parallel 2 ;;
+  33-exact-steps-2)
+    together
+    modes=(deterministic_single_copy_tp2 deterministic_broadcast_tp2 deterministic_broadcast_tp2_fsdp2)
+    asked=(--steps 200 --repeat 2 --seconds 440)
+    # A CPU has no deterministic mode: it tries the script with one that learns alike.
+    [[ -z ${DRY:-} ]] || modes=(single_copy_tp2) asked=(--steps 2 --repeat 2 --device cpu --eager)
+    for mode in ${MODES:-${modes[@]}}; do
+      { run 540 "exact_steps_$mode" tests/gpu/check_training_modes.py --only "$mode" "${asked[@]}" --name "exact_$mode$version"; exit "$status"; } &
+      parts+=("$!")
+    done
+    for part in "${parts[@]}"; do wait "$part" || status=1; done
+    ;;
+  33-exact-resumed-2)
+    # A killed program may end others under MPS.
+    modes=(deterministic_single_copy_tp2 deterministic_broadcast_tp2_fsdp2)
+    asked=(--steps 40 --repeat 2 --kill-after 20)
+    [[ -z ${DRY:-} ]] || modes=(single_copy_tp2) asked=(--steps 2 --repeat 2 --kill-after 1 --device cpu --eager)
+    run 540 exact_resumed_2 tests/gpu/check_training_modes.py --only ${MODES:-${modes[@]}} "${asked[@]}" --name "exact_resumed_tp2$version"
+    ;;
+  33-exact-2*|4-exact)
+    asked=(--shape qwen3-1.7b) folder=${kind#33-}
+    case $kind in
+      33-exact-2) ;;
+      33-exact-2-fsdp) asked+=(--trainer-ranks 2) ;;
+      33-exact-2-single-copy) asked+=(--bridge single-copy) ;;
+      33-exact-2-8b) asked=(--shape qwen3-8b) ;;
+      4-exact) asked+=(--tensor-parallel 4 --trainer-ranks 1 2 4) ;;
+    esac
+    # A CPU tries the four GPUs' layouts over two ranks.
+    [[ -z ${DRY:-} || $kind != 4-exact ]] || asked=(--trainer-ranks 1 2)
+    run 540 "$folder" tests/gpu/check_exact_layouts.py "${asked[@]}" --version-ending "$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
   exact)
     for mode in deterministic_single_copy deterministic_broadcast; do
       { run 530 "$mode" tests/gpu/check_training_modes.py --only "$mode" --steps 200 --repeat 2 --seconds 420 --name "exact_$mode"; exit "$status"; } &

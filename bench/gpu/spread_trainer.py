@@ -33,6 +33,8 @@ IDLE_SECONDS = 3600.0
 class SpreadTrainer(BenchTrainer):
     """Every command is collective; what it returns on rank 0 is the answer."""
 
+    deterministic = False
+
     def __init__(
         self, shape: str, port: int, device: torch.device, timeout: float, ranks: Ranks
     ) -> None:
@@ -94,7 +96,13 @@ class SpreadTrainer(BenchTrainer):
                 answers.write(answer)
 
     def _make(self, geometry: Geometry) -> Decoder:
-        return sharded_decoder(geometry, self.dtype, self.device, self.ranks.world_size)
+        return sharded_decoder(
+            geometry,
+            self.dtype,
+            self.device,
+            self.ranks.world_size,
+            deterministic=self.deterministic,
+        )
 
     def _local(self) -> dict[str, torch.Tensor]:
         """This rank's rows of each parameter."""
@@ -138,6 +146,7 @@ class SplitTrainer(SpreadTrainer):
             self.ranks.rank,
             self.ranks.world_size,
             torch.distributed.group.WORLD,
+            self.deterministic,
         )
 
     def _held_by_all(self, name: str) -> bool:
@@ -153,8 +162,12 @@ class SplitTrainer(SpreadTrainer):
         return torch.cat(list(parts), dim=-1)[..., : self.model.geometry.vocab_size]
 
 
-def main(kind: type[SpreadTrainer]) -> None:
-    """One rank of a trainer."""
+def main(kind: type[SpreadTrainer], prepare: Callable[[], object] = lambda: None) -> None:
+    """One rank of a trainer.
+
+    `prepare`: called before the device is touched.
+    """
+    prepare()
     args = parse([argument for argument in sys.argv[1:] if argument != "--split"])
     place = place_of(os.environ)
     local_rank = place[2] if place else 0

@@ -199,6 +199,25 @@ MODES = {
         ahead=0,
         mixture=True,
     ),
+    "deterministic_single_copy_tp2": Mode(
+        "0,1", "0,1", (*_SHARED, "--single-copy", *_DETERMINISTIC), _DETERMINISTIC, ahead=0
+    ),
+    "deterministic_broadcast_tp2": Mode(
+        "0,1",
+        "2",
+        (*_SHARED, "--use-shared-memory", *_DETERMINISTIC),
+        _DETERMINISTIC,
+        ahead=0,
+        squeezed="1",
+    ),
+    "deterministic_broadcast_tp2_fsdp2": Mode(
+        "0,1",
+        "2,3",
+        (*_SHARED, "--use-shared-memory", *_DETERMINISTIC),
+        _DETERMINISTIC,
+        ahead=0,
+        squeezed="0,1",
+    ),
 }
 
 

@@ -25,13 +25,15 @@ class ParityTrainer(ComparingTrainer):
     decoder = staticmethod(deterministic_decoder)
 
     def load(self, **options: Any) -> dict[str, Any]:
-        """See BenchTrainer; no set of weights is kept. The model follows the server's sum plan, if
-        that has one.
+        """See BenchTrainer; no set of weights is kept. The model follows the server's sum plan. A
+        server out of deterministic mode has none, and sums one part for each of its ranks.
         """
         loaded = super().load(drawn=True, **options)
-        served = self._get("/bridge/info")["deterministic"] or {"provenance": {}}
-        plan = plan_of(served["provenance"])
-        return {**loaded, **self.plan(plan.parts)}
+        info = self._asked(lambda: self._get("/bridge/info"))
+        parts = int(info["tp_degree"])
+        if info["deterministic"] is not None:
+            parts = plan_of(info["deterministic"]["provenance"]).parts
+        return {**loaded, **self.plan(parts)}
 
     def plan(self, parts: int) -> dict[str, Any]:
         """Sum so many parts from now on."""
@@ -44,7 +46,7 @@ class ParityTrainer(ComparingTrainer):
         there are none.
         """
         assert self.model is not None
-        theirs = self._get("/bridge/info")["deterministic"]
+        theirs = self._asked(lambda: self._get("/bridge/info")["deterministic"])
         if theirs is None:
             return {"provenance": "the server is not in deterministic mode", "rotary_table": ""}
         ours = table_hash(self.model.rotary)

@@ -200,6 +200,10 @@ def test_each_step_counts_once_also_where_its_weights_are_not_served(tmp_path: P
         ("broadcast_two_servers", 3, "2"),
         ("broadcast_fsdp2", 2, "0,1"),
         ("single_copy_tp2", 2, "0,1"),
+        ("deterministic_single_copy_tp2", 4, "0,1"),
+        ("deterministic_broadcast_tp2", 2, "1"),
+        ("deterministic_broadcast_tp2_fsdp2", 2, "0,1"),
+        ("deterministic_broadcast_tp2_fsdp2", 4, "2,3"),
     ],
 )
 def test_a_trainer_without_gpus_of_its_own_is_put_on_vllm_s(
@@ -265,21 +269,61 @@ def cell_of(tokens: int, mismatched: int) -> dict[str, Any]:
 
 def test_layouts_are_exact_only_if_enough_is_compared_and_the_control_differs() -> None:
     cells = {"64 at a time": cell_of(10**6, 0), check_exact_layouts.CONTROL: cell_of(50, 49)}
-    data = {"cells": {**cells, "broken": {"failed": "no answer"}, "late": {"sync": [1]}}}
-    assert check_exact_layouts.total(data) == {"tokens": 10**6, "mismatched": 0}
+    layout: dict[str, Any] = {"cells": {**cells, "broken": {"failed": "no answer"}}}
+    data = {"layouts": {"one rank": {"cells": cells}, "FSDP2 over 2": layout}}
+    assert check_exact_layouts.total(layout) == {"tokens": 10**6, "mismatched": 0}
     assert check_exact_layouts.judged(data, on_gpu=True) == []
-    assert "1000000 tokens compared, 0 differ" in check_exact_layouts.report(data)
-    data["cells"]["8 at a time"] = cell_of(5, 2)
-    assert check_exact_layouts.judged(data, True) == ["8 at a time: 2 of 5 tokens differ"]
-    data["cells"] = {"64 at a time": cell_of(9, 0), check_exact_layouts.CONTROL: cell_of(50, 0)}
+    told = check_exact_layouts.report(data)
+    assert "FSDP2 over 2: 1000000 tokens compared, 0 differ" in told
+    layout["cells"]["8 at a time"] = cell_of(5, 2)
+    reason = "FSDP2 over 2: 8 at a time: 2 of 5 tokens differ"
+    assert check_exact_layouts.judged(data, True) == [reason]
+    layout["cells"] = {"64 at a time": cell_of(9, 0), check_exact_layouts.CONTROL: cell_of(50, 0)}
     few, control = check_exact_layouts.judged(data, True)
-    assert few.startswith("9 tokens compared, at least 1000000")
+    assert few.startswith("FSDP2 over 2: 9 tokens compared, at least 1000000")
     assert "control" in control
     assert check_exact_layouts.judged(data, on_gpu=False) == []
 
 
-def test_the_cells_of_layouts_sample_enough_tokens() -> None:
-    sampled = sum(
-        cell["requests"] * sum(cell["new"]) / 2 for cell in check_exact_layouts.CELLS.values()
-    )
+def test_a_layout_that_failed_before_its_cells_is_a_failure() -> None:
+    data = {"layouts": {"single copy": {"load": {"failed": "no memory"}}}}
+    few, control = check_exact_layouts.judged(data, True)
+    assert "0 tokens compared" in few
+    assert "control" in control
+
+
+@pytest.mark.parametrize(("number", "layouts"), [(0, 1), (0, 3), (1, 3)])
+def test_the_cells_of_every_layout_sample_enough_tokens(number: int, layouts: int) -> None:
+    cells = [*check_exact_layouts.cells_of(number, layouts).values()]
+    cells += [check_exact_layouts.SYNC_CELL] * check_exact_layouts.UPDATES
+    sampled = sum(cell["requests"] * sum(cell["new"]) / 2 for cell in cells)
     assert sampled > 1.02 * check_exact_layouts.LEAST_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "parts"),
+    [
+        ("", "exact_layouts_qwen3-0.6b_tp2", [1]),
+        ("--trainer-ranks 2", "exact_layouts_qwen3-0.6b_tp2_fsdp2", [1]),
+        ("--bridge single-copy", "exact_layouts_qwen3-0.6b_tp2_single_copy", [4]),
+        (
+            "--tensor-parallel 4 --trainer-ranks 1 2 4 --shape qwen3-1.7b --version-ending _v",
+            "exact_layouts_qwen3-1.7b_tp4_fsdp2_fsdp4_v",
+            [1, 1, 1],
+        ),
+    ],
+)
+def test_a_results_file_is_named_by_its_layouts(
+    words: str, name: str, parts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        check_exact_layouts, "run_and_report", lambda args, *_: seen.append(args) or 0
+    )
+    assert check_exact_layouts.main(["--output", str(tmp_path), *words.split()]) == 0
+    (args,) = seen
+    assert args.name == name
+    layouts = check_exact_layouts.layouts_of(args)
+    controls = [layout.other_plan(args.tensor_parallel) for layout in layouts]
+    assert controls == parts
+    assert args.tensor_parallel not in controls
