@@ -1,8 +1,10 @@
-"""A whole training run on two GPUs, vLLM on one and the trainer on the other: ours, and TRL's
-asynchronous GRPO beside it.
+"""A whole training run on two GPUs, vLLM on one and the trainer on the other, or on more: ours, and
+TRL's asynchronous GRPO beside it.
 
     python bench/whole_run.py --output DIR --questions train.jsonl              ours, then TRL, in the same sitting
     python bench/whole_run.py --output DIR --questions train.jsonl --parts ours deterministic
+    python bench/whole_run.py --output DIR --questions train.jsonl --parts ours deterministic --shape qwen3-8b \
+        --tensor-parallel 2 --trainer-ranks 2 --cache-gib 20 --sequences 128    four GPUs of 80 GB
     python bench/whole_run.py --output DIR --dry-run                            the starter model on the CPU: that it runs
 
 Questions of GSM8K, groups of 8; of TRL's answers 512 are in flight, of ours as many groups as may
@@ -144,7 +146,7 @@ class WholeRun:
             "staleness",
             "ahead",
         ]
-        shown += ["cache_gib", "dry_run"]
+        shown += ["cache_gib", "dry_run", "tensor_parallel", "trainer_ranks"]
         settings = {name: getattr(self.args, name) for name in shown}
         return settings | {
             "end_tokens": len(end_tokens(SHAPES[self.args.shape]["vocab_size"], self.args.cap))
@@ -171,7 +173,7 @@ class WholeRun:
                 asked,
                 self.args.output,
                 240,
-                environment=self._gpus(1),
+                environment=self._gpus(self.args.tensor_parallel),
             )
             self.stack.callback(task.stop)
             self.results.put("checkpoint", value=task.answer())
@@ -202,9 +204,15 @@ class WholeRun:
     def _refusal(self, part: str) -> str | None:
         if not self.args.questions.exists():
             return f"there is no {self.args.questions}; give GSM8K's train.jsonl with --questions"
-        if not self.args.dry_run and torch.cuda.device_count() < 2:
-            return f"it needs 2 GPUs, and {torch.cuda.device_count()} are here"
+        needed, here = (
+            self.args.tensor_parallel + self.args.trainer_ranks,
+            torch.cuda.device_count(),
+        )
+        if not self.args.dry_run and here < needed:
+            return f"it needs {needed} GPUs, and {here} are here"
         if part == "trl":
+            if needed > 2:
+                return "it has one GPU for vLLM and one for the trainer"
             missing = [name for name in ("trl", "accelerate", "datasets") if not _version(name)]
             if missing:
                 return f"not installed: {', '.join(missing)}"
@@ -212,8 +220,8 @@ class WholeRun:
             return "it needs a GPU"
         return None
 
-    def _gpus(self, number: int) -> dict[str, str]:
-        return device_variables(self.args.dry_run, str(number))
+    def _gpus(self, *numbers: int) -> dict[str, str]:
+        return device_variables(self.args.dry_run, ",".join(map(str, numbers)))
 
     def _start_server(self, part: str) -> None:
         most = self.args.cap + PROMPT_ROOM
@@ -222,9 +230,10 @@ class WholeRun:
                 self.model, self.args.output, most, self.args.in_flight, self.args.cache_gib
             )
         else:
+            ranks = self.args.tensor_parallel
             options = ServerOptions(
-                "" if self.args.dry_run else "0", cache_gib=self.args.cache_gib, max_model_len=most,
-                max_num_seqs=self.args.in_flight, load_format="auto",
+                "" if self.args.dry_run else ",".join(map(str, range(ranks))), tp=ranks,
+                cache_gib=self.args.cache_gib, max_model_len=most, max_num_seqs=self.args.in_flight, load_format="auto",
                 flags=("--deterministic",) if part == "deterministic" else (),
             )  # fmt: skip
             self.servers[part] = server = VllmServer(
@@ -270,10 +279,10 @@ class WholeRun:
         args = self.args
         stack = TrainingStack(part, args.output, self.work, self.stack, args.dry_run)
         stack.start_service()
-        micro = min(16, args.sequences)
+        micro, first = min(16, args.sequences), args.tensor_parallel
         trainer = stack.start_trainer(
             self.model,
-            "1",
+            ",".join(str(first + rank) for rank in range(args.trainer_ranks)),
             "broadcast",
             args.trainer_flags.split(),
             vllm_port=server.port,
@@ -283,6 +292,7 @@ class WholeRun:
             lr=1e-6,
             max_staleness=args.staleness,
             seq_len=args.cap + PROMPT_ROOM,
+            ranks=args.trainer_ranks,
             deterministic=part == "deterministic",
         )
         environment = stack.start_environment(
@@ -296,9 +306,10 @@ class WholeRun:
             ensure_scores_are_not_same=False,
         )
         rows = RowsAsTheyCome(stack.metrics)
-        wait_for_end(trainer, seconds, rows.look)
+        self._wait(trainer, seconds, rows)
         dropped = stack.dropped_groups()
         environment.stop()
+        trainer.stop()
         invalid = sum(row["groups_invalid"] for row in rows)
         thrown = args.group * (invalid + sum(dropped.values()))
         found = {
@@ -306,7 +317,32 @@ class WholeRun:
             "groups_dropped_by_service": dropped,
             "groups_invalid": invalid,
         }
+        if part == "deterministic":
+            counts = ("compared_tokens", "mismatched_tokens", "older_tokens")
+            found |= {name: sum(row[name] for row in rows) for name in counts}
         return rows.rows, found | {"ahead": args.ahead}
+
+    def _wait(
+        self, trainer: Child, seconds: float, rows: RowsAsTheyCome, last_step_ends: bool = False
+    ) -> None:
+        """Wait until a trainer has ended. If time runs out first, the steps that it has taken by then
+        are counted.
+
+        Args:
+            last_step_ends: its last step is its end, and what it does afterwards is not waited for.
+
+        Raises:
+            BenchError: it failed, or has taken too few steps.
+        """
+        deadline, enough = time.monotonic() + seconds - 2, self.args.leave_out + 3
+
+        def all_there() -> bool:
+            rows.look()
+            if time.monotonic() > deadline:
+                return len(rows.rows) >= enough
+            return last_step_ends and len(rows.rows) >= self.args.steps
+
+        wait_for_end(trainer, seconds, all_there)
 
     def _train_trl(
         self, server: TrlServer, seconds: float
@@ -339,14 +375,7 @@ class WholeRun:
         trainer = Child("trainer", command, args.output / "trl-trainer.log_path", variables)
         self.stack.callback(trainer.stop)
         rows = RowsAsTheyCome(file)
-        deadline, enough = time.monotonic() + seconds - 2, args.leave_out + 3
-
-        def all_there() -> bool:  # what it does after its last step is not measured
-            rows.look()
-            # If time runs out first, the steps that it has taken by then are counted.
-            return len(rows.rows) >= (args.steps if time.monotonic() < deadline else enough)
-
-        wait_for_end(trainer, seconds, all_there)
+        self._wait(trainer, seconds, rows, last_step_ends=True)
         trainer.stop()
         thrown = rows.rows[-1][1]["thrown_away"] if rows.rows else 0
         versions = {name: _version(name) for name in ("trl", "transformers", "accelerate")}
@@ -441,6 +470,8 @@ OPTIONS: Options = {
         "type": Path,
         "help": "folder for the random weights, used again if it has some",
     },
+    "--tensor-parallel": {"type": int, "default": 1, "help": "GPUs of vLLM, the first ones"},
+    "--trainer-ranks": {"type": int, "default": 1, "help": "GPUs of our trainer, by FSDP2"},
     "--steps": {"type": int, "default": 14},
     "--leave-out": {"type": int, "default": 3, "help": "first steps that are not counted"},
     "--sequences": {"type": int, "default": 256, "help": "of an optimizer step"},

@@ -37,6 +37,7 @@
 #       33-exact-steps-2 (two: 200 steps of a server of two ranks with each of three trainers, twice, that must end in the same
 #       weights; all at the same time under CUDA's MPS, which it starts, unless MPS=0; MODES names some of them) ·
 #       33-exact-resumed-2 (two: 40 steps, twice, one killed in the middle and resumed; MODES as above) ·
+#       4-whole-run (four: 8B, vLLM over two and the trainer over two, ours and deterministic) ·
 #       4-exact (four: a server with four ranks against trainers of one, and FSDP2 over two and four) ·
 #       33-sampling-tp2 (two: vLLM without the mode, in its own and in ours, over two GPUs) ·
 #       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels).
@@ -284,10 +285,17 @@ case $kind in
   33-parity)
     run 535 parity_matrix tests/gpu/check_parity_matrix.py --name "parity_matrix$version" ${tiny[@]+"${tiny[@]}"}
     ;;
-  33-whole-run)
-    whole=(--seconds 520 --parts ours deterministic)
+  33-whole-run|4-whole-run)
+    # Both parts' servers are on the same GPUs of 80 GB.
+    whole=(--seconds 520 --parts ours deterministic --cache-gib 28)
     [[ -z ${DRY:-} ]] || whole=(--dry-run --parts ours)
-    run 540 whole_run bench/whole_run.py "${whole[@]}" --name "whole_run$version" ${QUESTIONS:+--questions "$QUESTIONS"}
+    name=whole_run
+    if [[ $kind == 4-whole-run ]]; then
+      name=whole_run_8b
+      whole+=(--shape qwen3-8b --tensor-parallel 2 --trainer-ranks 2 --cache-gib 20 --sequences 128 --steps 9 --leave-out 2)
+      whole+=(--training-seconds 190)
+    fi
+    run 540 "$name" bench/whole_run.py "${whole[@]}" --name "$name$version" ${QUESTIONS:+--questions "$QUESTIONS"}
     ;;
   33-moe-parity)
     run 535 moe_parity tests/gpu/check_parity_matrix.py --shape qwen3-30b-a3b-12l --at-a-time 2 --least-tokens 1000000 \
