@@ -38,7 +38,7 @@ PACKAGES = (
     "tests",
     "vllm_patching",
 )
-PLAIN = ("atroposlib", "bench", "environments", "scripts")
+PLAIN = ("atroposlib", "bench", "environments", "example_trainer/launcher", "scripts")
 """Packages, or folders of one, without a hard phrase that is not in LISTED."""
 SAMPLES = ("studies", "tests")
 """Packages whose strings are samples and expected texts; only comments and docstrings count."""
@@ -70,6 +70,8 @@ HARD = re.compile(
     rf"\b(?:(?i:{'|'.join(PHRASES.values())})|who|What|Whatever|Whether|How|That|Those|Of)\b"
 )
 """Found wherever a phrase is; most strings of code do not have it, so that they are not parsed."""
+PARAMETERS = r"^ {4,}\w+(?:, \w+)*(?=: )"
+"""Names in a docstring's list of parameters, attributes or exceptions."""
 BULLET = r"[^\S\n]*(?:[-*+]|\d+\.)\s"
 PARAGRAPH = re.compile(
     rf"^\|.*$|^#.*$|^[^\n]*\S[^\n]*(?:\n(?!{BULLET}|[#|])[^\n]*\S[^\n]*)*", re.MULTILINE
@@ -251,7 +253,8 @@ def hits_in_code(source: str, messages: bool = True) -> list[Hit]:
     texts = [*comments(source)]
     for node in docstrings:
         first, newline, rest = str(node.value).partition("\n")
-        texts.append((node.lineno, first.lstrip() + newline + textwrap.dedent(rest)))
+        rest = blank(PARAMETERS, textwrap.dedent(rest), "x")
+        texts.append((node.lineno, first.lstrip() + newline + rest))
     if messages:
         texts += [item for item in strings(tree, set(docstrings)) if " " in item[1].strip()]
     found += [

@@ -191,3 +191,8 @@ def test_a_plain_package_has_no_limit(tmp_path: Path) -> None:
     assert language.risen({"scripts/": {"phrases": 1}}, read_counts(path)) == [
         ("scripts/", "phrases", 1, 0)
     ]
+
+
+def test_names_of_parameters_are_not_words() -> None:
+    source = 'def f():\n    """Do it.\n\n    Args:\n        say, told: what it says.\n    """\n'
+    assert [(hit.line, hit.text) for hit in hits_in_code(source)] == [(5, "says")]

@@ -116,7 +116,8 @@ def restart(arguments: list[str]) -> int:
     """Restart the vLLM servers one by one."""
     made = parser(
         "restart",
-        "Restart the vLLM servers one by one, or those that are named: each only when the one before it serves the trainer's "
+        "Restart the vLLM servers one by one, or the named ones: each only when the one before it "
+        "serves the trainer's "
         "present weights again. Training goes on with the others. A server that does not come back ends it.",
     )
     made.add_argument(

@@ -31,7 +31,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage in front of it."""
+    """A parser whose errors are one line, without the usage in front of it."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{Path(self.prog).stem}: {message} (see {self.prog} --help)", file=sys.stderr)
@@ -39,13 +39,13 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def run_command(name: str, work: Callable[[], int]) -> int:
-    """Run a command; returns its exit status, and 1 after an error that one line tells."""
+    """Run a command; returns its exit status, and 1 after an error that is printed in one line."""
     try:
         return work()
     except ProcessError as error:
         line: str | None = str(error)
     except BrokenPipeError:
-        return 0  # whoever read has enough
+        return 0  # the reader of the pipe has enough
     except OSError as error:
         line = disk_refusal(error)
         if line is None:
@@ -97,7 +97,8 @@ def check_model(model: str) -> str:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise LauncherError(
-                f"--model {model}: this folder has no config.json, so it is no Hugging Face checkpoint"
+                f"--model {model}: this folder has no config.json, so it is not a Hugging Face "
+                "checkpoint"
             )
         return str(folder.resolve())
     if HUB_ID.fullmatch(model):

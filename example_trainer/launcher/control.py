@@ -90,7 +90,7 @@ class Starter:
         self.keys: dict[str, str] = {}
 
     def run(self) -> None:
-        """Start every part that was asked for, in order, and wait until those that listen answer.
+        """Start every part of the options, in order, and wait until the listening ones answer.
 
         Raises:
             LauncherError: it cannot be done; what this call started is stopped again.
@@ -139,8 +139,7 @@ class Starter:
                         f"{part}: the last one (process {record.keeper.pid}) was killed; its record is removed"
                     )
                 Part(record, self.records, self.say).forget()
-        # While a trainer lives, the file tells the next server that it must wait for that trainer's
-        # weights.
+        # While a trainer lives, the file has the next server wait for that trainer's weights.
         if self.records.read("trainer") is not None:
             return
         folders = {self.options.run: "vllm"} | {
@@ -392,7 +391,7 @@ def wait_for_end(identity: Identity, seconds: float) -> None:
 
 
 def stop_parts(run: Path, parts: Sequence[str], say: Say) -> bool:
-    """Stop parts of a run, those that feed others first. Returns whether all are gone."""
+    """Stop parts of a run, a part that feeds others before them. Returns whether all are gone."""
     records = Records(run)
     if not records.folder.is_dir():
         say(f"nothing was started in {run}")

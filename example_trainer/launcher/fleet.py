@@ -16,8 +16,8 @@ from example_trainer.launcher.command_line import LauncherError
 
 PROBE_SECONDS = 5.0
 STALE_SECONDS = 30.0
-"""Age at which a published table says nothing any more; the trainer publishes at least every 5
-s."""
+"""Age from which a published table counts as out of date; the trainer publishes at least every
+5 s."""
 GOOD = "good"
 SILENT, SERVING, REFUSING = "silent", "serving", "not serving"
 """Standings of servers that were asked themselves; the trainer's are joining, good, quarantined and
@@ -58,7 +58,7 @@ class FleetRow:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Every server that somebody knows of.
+    """Every server that the trainer, or a record of the run, names.
 
     Attributes:
         rows: one a server.
@@ -77,7 +77,7 @@ class Fleet:
     def good(self) -> bool:
         """The trainer keeps no server out.
 
-        What servers say themselves is in the health of their parts already.
+        The servers' own answers are in the health of their parts already.
         """
         return self.published is None or all(
             row.standing not in ("quarantined", "away") for row in self.rows
@@ -89,8 +89,7 @@ class Fleet:
 
 
 def published_fleet(service_url: str, key: str, seconds: float = PROBE_SECONDS) -> Fleet | None:
-    """The table that the trainer publishes; None if there is none, or it is so old that it says
-    nothing.
+    """The table that the trainer publishes; None if there is none, or it is out of date.
 
     Args:
         service_url: the rollout service.
@@ -164,7 +163,7 @@ def join(service_url: str, key: str, url: str, seconds: float = PROBE_SECONDS) -
 
 
 def look(service_url: str, key: str, urls: Iterable[str]) -> Fleet:
-    """The trainer's table; without one, what each server says.
+    """The trainer's table; without one, each server's own answer.
 
     Args:
         service_url: the rollout service; empty if it does not run.

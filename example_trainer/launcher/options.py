@@ -62,9 +62,9 @@ def choose_gpus(
     """The GPUs of all vLLM servers together and of the trainer; both empty on a CPU.
 
     One server: of three or more GPUs it gets the first two and the trainer the third; of two, each
-    gets one; one they share. Several servers: each gets as many as `size` says, or as many as there
-    are for each beside the trainer's (a power of two, since a model's heads must be divisible by
-    it); the trainer gets the next one. They share none.
+    gets one; one they share. Several servers: each gets as many as `size` needs, or as many as
+    there are for each beside the trainer's (a power of two, since a model's heads must be divisible
+    by it); the trainer gets the next one. They share none.
 
     Args:
         vllm, trainer: what was asked for; None: choose.
@@ -227,7 +227,7 @@ def gpu_list(text: str) -> tuple[int, ...]:
     """`0,1` -> (0, 1)."""
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of GPUs: give indices such as 0 or 0,1"
+            f"{text!r} is not a list of GPUs: give indices such as 0 or 0,1"
         )
     return tuple(int(part) for part in text.split(","))
 
@@ -235,7 +235,7 @@ def gpu_list(text: str) -> tuple[int, ...]:
 def port(text: str) -> int:
     """A TCP port, or 0."""
     if not text.isdecimal() or int(text) >= 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is no TCP port")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a TCP port")
     return int(text)
 
 
@@ -446,7 +446,7 @@ def check_environment(name: str | None, model: str) -> str:
     file.
 
     Args:
-        name: as it was given; None for the one that suits the model.
+        name: as it was given; None to choose by the model.
 
     Raises:
         LauncherError: there is no such environment.
@@ -475,7 +475,7 @@ def check_servers(servers: int, bridge: str) -> None:
 
 
 def server_ports(given: tuple[int, ...], servers: int) -> tuple[int, ...]:
-    """A port for each server: those that were given, or those that follow the one that was given.
+    """A port for each server: as many as were given, or the next ones after a single given port.
 
     Raises:
         LauncherError: another number of ports than of servers, one twice, or none left.
@@ -528,15 +528,16 @@ def last_start(run: Path) -> StackOptions:
         return StackOptions(**{**values, "run": run})
     except TypeError as error:
         raise LauncherError(
-            f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start anew"
+            f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start without "
+            "--resume"
         ) from None
     except (OSError, ValueError) as error:
         raise LauncherError(f"nothing that could go on was started in {run} ({error})") from None
 
 
 def grown(before: StackOptions, servers: int, visible: tuple[int, ...]) -> StackOptions:
-    """The same stack with more vLLM servers, of which the running trainer and environments shall
-    learn.
+    """The same stack with more vLLM servers, which the running trainer and environments shall then
+    use.
 
     Args:
         before: the stack.
@@ -598,7 +599,8 @@ def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions
     absent = [part for part in named if part not in before.parts]
     if absent:
         raise LauncherError(
-            f"--resume: {absent[0]!r} was no part of the last start, which had {', '.join(before.parts)}"
+            f"--resume: {absent[0]!r} was not part of the last start, which had "
+            f"{', '.join(before.parts)}"
         )
     records = Records(run)
     running = {

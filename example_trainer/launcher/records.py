@@ -38,7 +38,7 @@ def server_number(part: str) -> int | None:
 
 
 def kind_of(part: str) -> str:
-    """The kind, one of PARTS; empty for a name that is no part's."""
+    """The kind, one of PARTS; empty for a name that no part has."""
     if server_number(part) is not None:
         return "vllm"
     return part if part in PARTS else ""
@@ -58,7 +58,7 @@ def in_order(parts: Iterable[str]) -> tuple[str, ...]:
 
 
 def to_stop(parts: Iterable[str]) -> tuple[str, ...]:
-    """Parts in the order in which they are stopped: those that feed others first."""
+    """Parts in the order in which they are stopped: a part that feeds others before them."""
     return tuple(
         sorted(
             set(parts),
@@ -75,7 +75,7 @@ def chosen(named: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
         there: the parts that there are.
 
     Raises:
-        LauncherError: a name is no part's, or there is no such server.
+        LauncherError: no part has a name, or there is no such server.
     """
     found: set[str] = set()
     for name in named:
@@ -86,12 +86,13 @@ def chosen(named: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
                 ", ".join(part for part in there if kind_of(part) == "vllm") or "no vLLM server"
             )
             raise LauncherError(
-                f"{name!r} is not there: this stack has {servers}; --vllm-servers says how many"
+                f"{name!r} is not there: this stack has {servers}; --vllm-servers sets how many"
             )
         elif not kind_of(name):
             known = ", ".join((*PARTS, SERVERS))
             raise LauncherError(
-                f"{name!r} is no part of the stack: give some of {known} or vllm-2 and so on, or none for all"
+                f"{name!r} is not a part of the stack: give some of {known} or vllm-2 and so on, "
+                "or none for all"
             )
         else:
             found.add(name)
@@ -117,7 +118,7 @@ page."""
 def variables_of(
     part: str, environment: Mapping[str, str], keys: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment with the keys that a part needs, and without those that it does not."""
+    """The environment with the keys that a part needs, and without all other keys."""
     others = {name: value for name, value in environment.items() if name not in (SERVICE, VLLM)}
     return others | {name: keys[name] for name in NEEDED_BY[kind_of(part)]}
 
@@ -126,13 +127,13 @@ def refuse_keys(part: str, words: tuple[str, ...]) -> None:
     """Refuse a key among the further flags of a part.
 
     Raises:
-        LauncherError: there is one; it would stand in `ps` and in the run's folder, for everybody
-            to read.
+        LauncherError: there is one; all users could read it in `ps` and in the run's folder.
     """
     found = [flag for word in words if "api-key" in (flag := word.split("=")[0]).replace("_", "-")]
     if found:
         raise LauncherError(
-            f"--{part}-args holds {found[0]}, which everybody could read in `ps`: leave it out; start.sh takes keys from "
+            f"--{part}-args holds {found[0]}, which all users could read in `ps`: leave it out; "
+            "start.sh takes keys from "
             f"{SERVICE} and {VLLM}, or makes them"
         )
 
@@ -153,7 +154,7 @@ class Record:
         log: its log.
         port: where it listens, or for a trainer the vLLM server that it owns; 0 if nowhere.
         grace: seconds that it has between SIGTERM and SIGKILL.
-        may_finish: ending with status 0 is no failure.
+        may_finish: ending with status 0 is not a failure.
     """
 
     part: str
@@ -227,7 +228,8 @@ class Records:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise LauncherError(
-                f"{path} is no record of a process ({error}): remove it if nothing of this run is left"
+                f"{path} is not a record of a process ({error}): remove it if nothing of this run "
+                "is left"
             ) from None
 
     def parts(self) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ class Roller:
             self.newest = max(self.newest, *(row.weights for row in rows.values()))
             if self.newest[0] > 0:  # a trainer's weights, which a server that starts has not
                 self.require_trainer(parts[0])
-            # Those that serve nothing come first: their restart costs nobody anything.
+            # Servers that serve nothing come first, because their restart costs nothing.
             parts.sort(key=lambda part: rows[part].standing == SERVING)
             for done, part in enumerate(parts):
                 try:
@@ -84,7 +84,8 @@ class Roller:
         if others or not self.servers:
             what = others[0] if others else "this run"
             raise LauncherError(
-                f"{what} is no vLLM server that start.sh has started: for other parts, scripts/stop.sh and "
+                f"{what} is not a vLLM server that start.sh has started: for other parts, "
+                "scripts/stop.sh and "
                 "scripts/start.sh --resume"
             )
         return list(chosen(named or self.servers, self.servers))
@@ -106,8 +107,7 @@ class Roller:
                     self.wait(other, f"before {part} is stopped, {other} must serve")
         if record is not None and Part(record, self.records, self.say).stop() < 0:
             raise LauncherError(f"{part} did not end, so it is not started again")
-        # A server that was restarted and has come back is no concern of what this one's start
-        # watches.
+        # This start must not watch the processes of servers that have come back before.
         self.starter.supervisor.processes.clear()
         self.starter.start(part)
         self.wait(part, f"{part} is started; it must serve")
@@ -178,7 +178,7 @@ class Roller:
         return ""
 
     def require_trainer(self, part: str) -> None:
-        """Refuse to wait for weights that nobody will send.
+        """Refuse to wait for weights that no trainer will send.
 
         Raises:
             LauncherError: the trainer that this run had has ended.
@@ -186,7 +186,8 @@ class Roller:
         trainer = self.records.read("trainer")
         if trainer is not None and not trainer.keeper.is_alive():
             raise LauncherError(
-                f"the trainer has ended, so nobody sends {part} the present weights: scripts/start.sh --resume trainer"
+                f"the trainer has ended, so {part} would never get the present weights: "
+                "scripts/start.sh --resume trainer"
             )
 
 

@@ -184,7 +184,7 @@ class Stack:
         }
 
     def _sizes(self) -> dict[str, roles.Value]:
-        """Return learning rate and shape of a batch: as given, or those that suit the starter
+        """Return learning rate and shape of a batch: as given, or as they suit the starter
         model.
         """
         chosen = {"lr": self.options.lr, "batch_size": self.options.batch_size}

@@ -1,4 +1,4 @@
-"""One table that says whether the stack is up and whether it moves."""
+"""One table that shows whether the stack is up and whether it moves."""
 
 from __future__ import annotations
 
@@ -226,9 +226,9 @@ def fleet_table(fleet: Fleet, now: float) -> list[str]:
     """Return the table of the servers; nothing if there are none."""
     if not fleet.rows:
         return []
-    source = "the servers say"
+    source = "the servers answer"
     if fleet.published is not None:
-        source = f"the trainer said at {clock(fleet.published, now)}"
+        source = f"the trainer published it at {clock(fleet.published, now)}"
     rows = [("server", "standing", "version", "epoch", "since", "reason")]
     for row in fleet.rows:
         version, epoch = shown(row.weight_version, "-"), shown(row.weight_epoch, "-")

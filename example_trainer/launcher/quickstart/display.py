@@ -50,7 +50,7 @@ class MetricsFile:
         """The lines that were added since the last call.
 
         Raises:
-            LauncherError: a line is no JSON object.
+            LauncherError: a line is not a JSON object.
         """
         try:
             with self.path.open("rb") as file:
@@ -68,7 +68,8 @@ class MetricsFile:
                 step = None
             if not isinstance(step, dict):
                 raise LauncherError(
-                    f"{self.path}: line {len(self.steps) + len(new) + 1} is no JSON object: {line[:80]!r}"
+                    f"{self.path}: line {len(self.steps) + len(new) + 1} is not a JSON object: "
+                    f"{line[:80]!r}"
                 )
             new.append(step)
         self.steps += new
@@ -92,7 +93,7 @@ def sampled(environment: list[Step]) -> list[Step]:
     use of tools if there are any. The environment may drop groups whose answers are all right.
     Rewards in the trainer's own metrics then stay near the middle while the model gets better.
 
-    Of several lines with the same step, only the first counts: at the end of a run, the environment
+    If several lines have the same step, only the first counts: at the end of a run, the environment
     reports the few answers that came after the trainer's last batch.
     """
     steps: list[Step] = []

@@ -77,8 +77,8 @@ class Plan:
 
     @property
     def environment_metrics(self) -> Path:
-        """The environment's metrics, JSON lines: over every answer that was sampled, also those of
-        groups it dropped.
+        """The environment's metrics, JSON lines: over every answer that was sampled, also in groups
+        that it dropped.
         """
         return self.options.output / "environment" / "metrics.jsonl"
 

@@ -46,8 +46,8 @@ class Evaluation:
         accuracy: fraction correct.
         problems: how many there were.
         response_length: mean tokens per response.
-        weight_version: the oldest version of the weights that answered; None if the server did not
-            say.
+        weight_version: the oldest version of the weights that answered; None if the server named
+            none.
         tool_use: fraction of the problems for which a tool was used; None of an environment that
             has none.
     """

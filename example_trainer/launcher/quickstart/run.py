@@ -68,7 +68,7 @@ first."""
 
 
 class Interrupted(BaseException):
-    """Somebody asked the run to end: Ctrl-C, or a signal."""
+    """A person or a program asked the run to end: Ctrl-C, or a signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -87,7 +87,7 @@ def open_output(folder: Path) -> IO[str]:
         The open lock file: the folder is claimed for as long as it stays open.
 
     Raises:
-        LauncherError: the folder cannot be written, is in use, or holds somebody's own files.
+        LauncherError: the folder cannot be written, is in use, or holds files of others.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ class Quickstart:
 
     Args:
         options: what was asked for.
-        console: where to say what happens.
+        console: prints the run's progress.
         make_plan: which commands to run; the tests put small ones in their place.
     """
 
@@ -169,7 +169,7 @@ class Quickstart:
 
         Raises:
             LauncherError: something went wrong; every process has been stopped.
-            Interrupted: Ctrl-C, SIGTERM or SIGHUP; likewise.
+            Interrupted: Ctrl-C, SIGTERM or SIGHUP; every process has been stopped.
         """
         with ExitStack() as stack:
             stack.enter_context(
@@ -210,8 +210,7 @@ class Quickstart:
         with self.phases.measure("train"):
             self.train()
         if fingerprint(self.options.model) != model:
-            # The evaluation would read another tokenizer than the one that the served model was
-            # trained with.
+            # The evaluation would read another tokenizer than the served model's.
             raise LauncherError(
                 f"the files in {self.options.model} changed while the run used them: start it again"
             )
@@ -302,8 +301,8 @@ class Quickstart:
             )
 
     def stalled(self, seconds: float, processes: list[ManagedProcess]) -> LauncherError:
-        """The error for a training that no longer moves, with the last words of whom it may be
-        waiting for.
+        """The error for a training that no longer moves, with the last log lines of the processes
+        that it may be waiting for.
         """
         lines = [
             f"no news from the trainer for {seconds:.0f} s after step {len(self.metrics.steps)}; logs in {self.plan.logs}"
@@ -341,7 +340,7 @@ class Quickstart:
         print_closing_table(self.console, summary, paths)
 
     def keep_running(self) -> None:
-        """Leave service and vLLM up until somebody interrupts."""
+        """Leave service and vLLM up until an interrupt."""
         self.say(
             f"still running: vLLM {self.plan.vllm_url}, rollout service {self.plan.service_url} (the run's page: "
             f"{self.plan.page_url}); Ctrl-C stops them"

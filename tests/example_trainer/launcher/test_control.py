@@ -276,7 +276,7 @@ def test_a_zombie_is_not_alive() -> None:
 def test_a_record_that_cannot_be_read_is_named(run: Run) -> None:
     run.records.folder.mkdir(parents=True)
     (run.records.folder / "vllm.json").write_text("{")
-    with pytest.raises(LauncherError, match=r"vllm\.json is no record of a process"):
+    with pytest.raises(LauncherError, match=r"vllm\.json is not a record of a process"):
         collect(run.folder)
     (run.records.folder / "vllm.json").unlink()
 

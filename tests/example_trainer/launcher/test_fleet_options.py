@@ -66,7 +66,7 @@ def test_parts_start_and_stop_in_their_order_however_they_are_named(
     ("name", "message"),
     [
         ("vllm-4", "'vllm-4' is not there: this stack has vllm, vllm-2"),
-        ("vllm-1", "is no part of the stack"),
+        ("vllm-1", "is not a part of the stack"),
     ],
 )
 def test_a_server_that_is_not_there_is_named(name: str, message: str) -> None:

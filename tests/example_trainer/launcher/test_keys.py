@@ -107,7 +107,7 @@ def test_each_part_gets_the_keys_that_it_needs() -> None:
 def test_keys_among_the_flags_are_refused(part: str, words: str) -> None:
     with pytest.raises(
         ProcessError,
-        match=rf"--{part}-args holds {words.split('=')[0].split()[0]}, which everybody",
+        match=rf"--{part}-args holds {words.split('=')[0].split()[0]}, which all users",
     ):
         parse(["--cpu", f"--{part}-args={words}"])
     refuse_keys(part, ("--max-num-seqs", "4"))

@@ -48,7 +48,7 @@ def test_gpus_are_dealt_out(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trainr"], "'trainr' is no part of the stack"),
+        (["trainr"], "'trainr' is not a part of the stack"),
         (["--bridge", "magic"], "--bridge magic: give one of auto"),
         (["--cpu", "--vllm-gpus", "0"], "--cpu excludes --vllm-gpus"),
         (["--vllm-gpus", "7"], "GPU 7 is not there"),
@@ -67,7 +67,7 @@ def test_a_line_that_does_not_parse_names_this_command(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         parse(["--vllm-port", "high"])
     assert capsys.readouterr().err == (
-        "start: argument --vllm-port: 'high' is no TCP port (see scripts/start.sh --help)\n"
+        "start: argument --vllm-port: 'high' is not a TCP port (see scripts/start.sh --help)\n"
     )
 
 
@@ -225,7 +225,7 @@ def test_resume_says_what_is_in_its_way(tmp_path: Path, arguments: list[str], me
 def test_resume_knows_the_parts_that_there_were(tmp_path: Path) -> None:
     save(parse(["service", "trainer", "--cpu", "--run", str(tmp_path)]))
     with pytest.raises(
-        LauncherError, match="'vllm' was no part of the last start, which had service, trainer"
+        LauncherError, match="'vllm' was not part of the last start, which had service, trainer"
     ):
         parse(["vllm", "--resume", "--run", str(tmp_path)])
 

@@ -87,7 +87,7 @@ def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(
     assert status.good
     assert [row.standing for row in status.fleet.rows] == ["good"] * 3
     shown = table(status, fleet.folder, time.time())
-    assert "the fleet, as the trainer said at " in shown
+    assert "the fleet, as the trainer published it at " in shown
     assert f"http://localhost:{fleet.ports[1]}  good" in shown
 
     before, version = fleet.pids(), fleet.seen()["version"]
@@ -154,12 +154,12 @@ def test_a_server_that_does_not_come_back_stops_the_roll(fleet: FleetRun) -> Non
     fleet.until(lambda: "trainer" not in fleet.pids(), "the trainer is still up")
     rest = fleet.pids()
     with pytest.raises(
-        LauncherError, match="the trainer has ended, so nobody sends vllm the present weights"
+        LauncherError, match="the trainer has ended, so vllm would never get the present weights"
     ):
         fleet.roll()
     assert fleet.pids() == rest
     with pytest.raises(
-        LauncherError, match=r"trainer is no vLLM server that start\.sh has started"
+        LauncherError, match=r"trainer is not a vLLM server that start\.sh has started"
     ):
         fleet.roll("trainer")
 

@@ -86,7 +86,7 @@ def test_a_file_read_while_it_is_written_gives_every_line_once(cuts: list[int]) 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.path.write_text('{"step": 1}\n[1]\n')
-    with pytest.raises(LauncherError, match=r"metrics\.jsonl: line 2 is no JSON object"):
+    with pytest.raises(LauncherError, match=r"metrics\.jsonl: line 2 is not a JSON object"):
         metrics.read_new()
 
 
