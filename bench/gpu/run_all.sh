@@ -41,7 +41,8 @@
 #       4-exact (four: a server with four ranks against trainers of one, and FSDP2 over two and four) ·
 #       33-sampling-tp2 (two: vLLM without the mode, in its own and in ours, over two GPUs) ·
 #       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels).
-#       33-moe-* (mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB): 33-moe-parity (one: 12 of its 48 layers,
+#       33-moe-* (mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB): 33-moe-checks (one: router,
+#       experts and their gradients by themselves, and their speed; needs no server) · 33-moe-parity (one: 12 of its 48 layers,
 #       a million tokens) · 33-moe-sampling (one: all layers; vLLM without the mode, in its own and in ours) ·
 #       33-moe-trainer (one: passes and steps at 4k, ordinary and exact) ·
 #       33-moe-update (two: all layers by broadcast) ·
@@ -296,6 +297,13 @@ case $kind in
       whole+=(--training-seconds 190)
     fi
     run 540 "$name" bench/whole_run.py "${whole[@]}" --name "$name$version" ${QUESTIONS:+--questions "$QUESTIONS"}
+    ;;
+  33-moe-checks)
+    # The checks are a GPU's; a CPU tries those of a mixture with tiny sizes.
+    mkdir -p "$out"
+    program=(tests/gpu/check_deterministic_trainer.py --json "$out/moe_checks$version.json")
+    [[ -z ${DRY:-} ]] || program=(-m pytest -q tests/gpu/test_mixture_checks.py)
+    timeout -k 25 300 "$python" -u "${program[@]}" || status=1
     ;;
   33-moe-parity)
     run 535 moe_parity tests/gpu/check_parity_matrix.py --shape qwen3-30b-a3b-12l --at-a-time 2 --least-tokens 1000000 \
