@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.processes import BenchError, Task, Worker, all_stopped, ended_by_sigterm
+from bench.gpu.processes import BenchError, Child, Task, Worker, all_stopped, ended_by_sigterm
 from bench.gpu.runs import Results
 from example_trainer.child_processes.guard import parents
 from example_trainer.child_processes.processes import wait_until
@@ -63,6 +63,28 @@ child.signal(19)
 print(child.command_pid(), flush=True)
 time.sleep(600)
 """
+
+
+@pytest.mark.parametrize(
+    ("outer", "asked", "told"),
+    [("2,3", "1,0", "3,2"), ("2,3", None, "2,3"), (None, "1", "1"), ("GPU-a,GPU-b", "1", "GPU-b")],
+)
+def test_a_child_gets_gpus_among_those_of_this_program(
+    outer: str | None,
+    asked: str | None,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if outer:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", outer)
+    environment = {"CUDA_VISIBLE_DEVICES": asked} if asked else {}
+    command = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES >&2"]
+    child = Child("child", command, tmp_path / "log", environment)
+    with all_stopped(child):
+        child.wait(20)
+    assert (tmp_path / "log").read_text().split() == [told]
 
 
 def test_kill_minus_9_of_a_benchmark_takes_its_children_along(tmp_path: Path) -> None:

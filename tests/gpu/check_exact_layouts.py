@@ -185,6 +185,7 @@ class Layouts(Sitting):
         parts = layout.other_plan(self.args.tensor_parallel)
         measure("another plan", run=partial(trainer.ask, "plan", timeout=60, parts=parts))
         self._compare(layout, trainer, CONTROL, SYNC_CELL)
+        measure("close", run=partial(trainer.ask, "close", timeout=60))
 
     def _compare(self, layout: Layout, trainer: Worker, name: str, cell: Cell) -> None:
         if not self.on_gpu:
