@@ -93,5 +93,6 @@ def refuse_key_in_command(command: str) -> None:
         return  # an error when the command is put together
     if any(word.split("=")[0] == "--api-key" for word in words):
         raise ValueError(
-            "everybody can read --api-key in `ps`; leave it out and set VLLM_API_KEY, which that server gets"
+            "all users can read --api-key in `ps`; leave it out and set VLLM_API_KEY, which that "
+            "server gets"
         )

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 def init_batch_invariance() -> list[str]:
-    """Switch vLLM's batch-invariant mode on in this process and in those that it starts, with this
+    """Switch vLLM's batch-invariant mode on in this process and its child processes, with this
     project's operations.
 
     Call it before anything uses the GPU, and before vLLM is imported. It works with every supported

@@ -40,7 +40,7 @@ from example_trainer.algorithm.objective import Correction, RatioTo
 from example_trainer.api_keys import SECRETS, from_variable, refuse_key_in_command
 from example_trainer.models.lora.settings import LoraSettings, parse_targets
 
-# What all sections of options have in common.
+# The common base of all sections of options.
 
 
 class Section(StrictNumbers):
@@ -63,7 +63,7 @@ def split_commas(value: Any) -> Any:
     return [name for part in value for name in str(part).split(",") if name]
 
 
-# What is trained, and how it is laid out over ranks.
+# The model, and its layout over ranks.
 
 SWITCH_WORDS = {word: True for word in ("on", "yes", "true", "1")} | {
     word: False for word in ("off", "no", "false", "0")
@@ -107,7 +107,7 @@ class ModelOptions(Section):
         description="recompute activations in the backward pass to save memory; not given: if it does not fit otherwise",
     )
     skip_memory_check: bool = Field(
-        False, description="load the model even if the memory plan says that it does not fit"
+        False, description="load the model even if it does not fit by the memory plan"
     )
 
 
@@ -237,7 +237,8 @@ class RolloutOptions(Section):
     )
     replay: Literal["fifo", "recent", "uniform"] = Field(
         "fifo",
-        description="which waiting rollouts are trained on first: the oldest, those of the newest weights, or any (by --seed); "
+        description="which waiting rollouts are trained on first: the oldest, the ones of the "
+        "newest weights, or any (by --seed); "
         "recent and uniform need --max-staleness",
     )
     max_reuse: int = Field(
@@ -297,8 +298,8 @@ class BatchOptions(Section):
         return self.batch_size * self.gradient_accumulation_steps
 
 
-# What is learned from a rollout: the loss, corrections for a sampler that is not the trainer,
-# lengths, a teacher.
+# Learning from a rollout: the loss, corrections for a sampler that is not the trainer, lengths, a
+# teacher.
 
 
 class AlgorithmOptions(Section):
@@ -378,7 +379,8 @@ class AlgorithmOptions(Section):
         1.0,
         ge=0.01,
         allow_inf_nan=False,
-        description="divides the logits of sequences that do not say at which temperature they were sampled",
+        description="divides the logits of sequences that do not record at which temperature they "
+        "were sampled",
     )
     allow_truncated_sampling: bool = Field(
         False,
@@ -429,8 +431,9 @@ class AlgorithmOptions(Section):
                 )
         if self.advantage_std and method.advantages not in DIVIDED:
             raise ValueError(
-                f"--advantage-std has no part in --advantages {method.advantages}: only those of {', '.join(DIVIDED)} are "
-                "divided by a standard deviation; leave it out"
+                f"--advantage-std has no part in --advantages {method.advantages}: only "
+                f"{', '.join(DIVIDED)} divide by a "
+                "standard deviation; leave it out"
             )
         if "advantage_beta" in self.model_fields_set and "advantages" not in self.model_fields_set:
             raise ValueError(
@@ -540,7 +543,7 @@ class DistillationOptions(Section):
         return self
 
 
-# How vLLM gets the weights.
+# The way of the weights to vLLM.
 
 
 class BridgeOptions(Section):
@@ -609,7 +612,8 @@ class BridgeOptions(Section):
     vllm_gpus: str | None = Field(
         None,
         pattern=r"^\d+(,\d+)*$",
-        description="GPUs of that server, such as 0,1, as in CUDA_VISIBLE_DEVICES; not given: those that the trainer sees and "
+        description="GPUs of that server, such as 0,1, as in CUDA_VISIBLE_DEVICES; not given: all "
+        "that the trainer sees and "
         "does not use, else the trainer's",
     )
     vllm_start_timeout: float = Field(
@@ -652,7 +656,7 @@ def checked_addresses(value: list[str]) -> list[str]:
     return servers
 
 
-# What a run leaves behind: checkpoints and figures.
+# Files that a run leaves behind: checkpoints and figures.
 
 
 class CheckpointOptions(Section):
@@ -740,7 +744,7 @@ def _step_range(value: str | None) -> range:
     return range(begin, int(last or first) + 1) if begin else range(0)
 
 
-# How a reference worker asks for its work.
+# A reference worker's requests for work.
 
 
 def _own_name() -> str:

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str], stop: StopSignal) -> int:
 
 
 def train(config: TrainerConfig, stop: StopSignal) -> None:
-    """Train from the checkpoint that the run starts from to the one that it ends with."""
+    """Train from the checkpoint that the run starts from to its last step."""
     with contextlib.ExitStack() as stack:
         trainer = make_trainer(config, stop, stack)
         if trainer is None:

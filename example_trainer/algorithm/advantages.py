@@ -1,8 +1,8 @@
 """Weights of rollouts and tokens in the loss, and the functions that options name.
 
 Advantages are a function of the scores of a whole batch, group by group, and give one number per
-rollout: ours by name, or the user's as `module:function`. What a group of rollouts brings along as
-its own `advantages` replaces them.
+rollout: ours by name, or the user's as `module:function`. If a group of rollouts has `advantages`
+    of its own, they replace these.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def import_function(flag: str, name: str, parameters: int, expected: str) -> Cal
         part.isidentifier() for part in [*module_name.split("."), *function_name.split(".")]
     ):
         raise ConfigError(
-            f"{flag} {name} is no module:function, as in my_losses:mine; expected is {expected}"
+            f"{flag} {name} is not module:function, as in my_losses:mine; expected is {expected}"
         )
     try:
         found: Any = importlib.import_module(module_name)
@@ -90,7 +90,7 @@ def import_function(flag: str, name: str, parameters: int, expected: str) -> Cal
             raise refusal(flag, name, f"{module_name} has no {function_name}", expected)
         found = getattr(found, part)
     if not callable(found):
-        raise refusal(flag, name, f"it is no function but {type(found).__name__}", expected)
+        raise refusal(flag, name, f"it is not a function but {type(found).__name__}", expected)
     try:
         inspect.signature(found).bind(*[None] * parameters)
     except TypeError as error:
@@ -233,8 +233,9 @@ def find_advantages(
 
     Args:
         name: one of BUILT_IN, or `module:function`.
-        divide_by_std: of `group`, each group's advantages by its standard deviation; of `batch` and
-            `group_batch`, all by the batch's. Of the others nothing is divided.
+        divide_by_std: `group` divides each group's advantages by its standard deviation; `batch`
+            and
+            `group_batch` divide all by the batch's. The others divide nothing.
         beta: of `exponential`; the others do not use it.
 
     Returns:
@@ -242,8 +243,8 @@ def find_advantages(
         where it fails otherwise.
 
     Raises:
-        ConfigError: it does not exist, cannot be imported, or does not do what it should. One line
-            says what and why.
+        ConfigError: it does not exist, cannot be imported, or does not do what it should. The
+            message is one line with the reason.
     """
     if not is_import(name):
         return built_in("--advantages", name, BUILT_IN)(divide_by_std, beta)
@@ -342,8 +343,8 @@ def token_weights(
     return [1.0 / (count * max_tokens) if length > 0 else 0.0 for length in lengths]
 
 
-# What a published method chooses where the options say nothing: `--loss NAME` stands for all of
-# its choices.
+# The choices of published methods, which fill in options that are not given: `--loss NAME` stands
+# for all choices of a method.
 #
 # A method is a loss per token (algorithm/losses) together with how rewards become advantages
 # (algorithm/advantages.py) and what each token counts. A flag of its own wins over the

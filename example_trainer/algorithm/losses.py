@@ -96,7 +96,7 @@ def clamped_log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
     return (logprobs - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-# What a loss is a function of, and what it gives.
+# The arguments of a loss, and its result.
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ def grpo(inputs: LossInputs, settings: LossSettings) -> TokenLosses:
     is DAPO's (Yu et al., arXiv:2503.14476); dual clip is Ye et al.'s (arXiv:1912.09729), with c = 3
     there.
 
-    Clipped are the tokens whose gradient is stopped, those of the second bound of a negative
-    advantage among the upper ones.
+    Tokens whose gradient is stopped count as clipped. A token at the second bound of a negative
+    advantage counts as clipped from above.
     """
     ratio, advantages = inputs.log_ratio.exp(), inputs.advantages
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
@@ -294,8 +294,8 @@ def find_loss(name: str, settings: LossSettings) -> Loss:
         settings: what it will be called with, and is tried with: it may need the value of a flag.
 
     Raises:
-        ConfigError: it does not exist, cannot be imported, or does not do what a loss does. One
-            line says what and why.
+        ConfigError: it does not exist, cannot be imported, or does not do what a loss does. The
+            message is one line with the reason.
     """
     if not is_import(name):
         return built_in("--loss", name, BUILT_IN)
@@ -313,7 +313,7 @@ def token_losses(name: str, loss: Loss, inputs: LossInputs, settings: LossSettin
     """The losses of a bin, of the right shape. A loss is not called for a bin without a trained
     token.
 
-    Whether they are finite is not asked here, since a GPU would have to be waited for: see
+    This does not check that they are finite, because that would wait for a GPU: see
     count_nonfinite.
 
     Args:
@@ -328,8 +328,8 @@ def token_losses(name: str, loss: Loss, inputs: LossInputs, settings: LossSettin
     try:
         result = loss(inputs, settings)
     except Exception as error:
-        # What a GPU reports late is not the function's doing, and what went wrong in a loss of ours
-        # is a bug.
+        # An error that a GPU reports late may come from another function, and an error in a loss of
+        # ours is a bug.
         if (
             not is_import(name)
             or ran_out_of_memory(error)
@@ -366,7 +366,7 @@ def _checked(name: str, result: object, inputs: LossInputs) -> TokenLosses:
         mask = getattr(result, side)
         if not isinstance(mask, Tensor) or mask.shape != shape or mask.dtype != torch.bool:
             raise refusal(
-                "--loss", name, f"its {side} is no bool tensor of shape {[*shape]}", _EXPECTED
+                "--loss", name, f"its {side} is not a bool tensor of shape {[*shape]}", _EXPECTED
             )
     return result
 

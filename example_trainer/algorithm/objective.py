@@ -90,8 +90,7 @@ class BinOutcome:
         logprobs: [n] float32, under the present weights.
         rollout_logprobs: [n] float32, under the weights and by the arithmetic that sampled; NaN
             where unknown.
-        versions: [n] int64, the weight version that each was sampled under, negative where nobody
-            said.
+        versions: [n] int64, the weight version that each was sampled under, negative where unknown.
         entropy: [n] float32, in nats.
         weights: [n] float32, what the correction multiplies each token's policy loss with.
         masked: [n] bool, tokens that the correction leaves out.
@@ -107,8 +106,8 @@ class BinOutcome:
         teacher_tokens: scalar, how many these are; not given: none.
         proximal_logprobs: [n] float32, under the weights that the batch began with, by which drift
             is measured: ratios, KL by age, perplexities. In a batch's first update they are
-            `logprobs`. None where nobody worked them out, as in later updates that do not need
-            them: nothing of these counts as drift.
+            `logprobs`. None if they were not computed, as in later updates that do not need them:
+            nothing of these counts as drift.
     """
 
     logprobs: Tensor
@@ -132,8 +131,8 @@ class BinOutcome:
 class StepFigures:
     """Sums of the outcomes of a batch's bins, and the figures that `row` makes of them.
 
-    Means are over the trained tokens of all passes. Figures of what is only partly known are over the
-    tokens of which it is known, and None if it is known of none.
+    Means are over the trained tokens of all passes. If a value is known only of some tokens, its
+    figures are over these tokens; they are None if it is known of no token.
 
     loss                    what the gradient is of
     kl                      KL(rollout policy ‖ present policy) by k3, in nats
@@ -234,8 +233,8 @@ class StepFigures:
         }
         self._sums += torch.stack([sums[name].double() for name in _SUMS])
         self._add_by_age(k3(clamped), drifted, outcome.versions)
-        # What is not finite has no class, and a place outside of the histogram would end a CUDA
-        # process; the step is refused.
+        # A value that is not finite has no class, and a place outside of the histogram would end a
+        # CUDA process; the step is refused.
         place = (
             torch.nan_to_num(clamped).div(_FINEST).asinh() / _STEP
         ).round().long() + _LAST_CLASS
@@ -334,8 +333,7 @@ def _percentiles(histogram: list[float]) -> dict[str, float | None]:
 # Weights that make up for a sampler that is not the trainer: other kernels, other precision, or
 # older weights.
 #
-# With π the policy of the trainer and μ the one that sampled, by the rollouts' logprobs, per
-# token
+# With π the policy of the trainer and μ the sampling policy, by the rollouts' logprobs, per token
 #
 #     r_t = π(y_t) / μ(y_t) = exp(logπ_t - logμ_t)
 #
@@ -439,8 +437,8 @@ def correction_weights(
     Args:
         logprobs: [n] logπ.
         rollout_logprobs: [n] logμ, NaN where unknown. Such a token counts as one of ratio 1: by its
-            own ratio it has the weight 1, by its sequence's that of its sequence, and a sequence of
-            which nothing is known has the weight 1.
+            own ratio it has the weight 1, by its sequence's ratio the weight of its sequence. A
+            sequence without a known token has the weight 1.
         sequence: [n] int64, ascending: which sequence each token is of.
         sequences: how many there are.
         settings: what is done.
@@ -613,8 +611,8 @@ class ObjectiveInputs:
     Attributes:
         logprobs: [n] float32, with gradient: under the present weights.
         entropy: [n] float32, with gradient where the objective has a weight for it.
-        proximal_logprobs: [n] float32, under the weights that the batch began with; None where
-            nobody worked them out, which is an error only if the objective needs them. Of the first
+        proximal_logprobs: [n] float32, under the weights that the batch began with; None if they
+            were not computed, which is an error only if the objective needs them. In the first
             update they are `logprobs` without their gradient.
         rollout_logprobs: [n] float32, when they were sampled; NaN where unknown.
         reference_logprobs: [n] float32; None without a reference.
@@ -699,7 +697,7 @@ def bin_loss(inputs: ObjectiveInputs, objective: Objective) -> BinLoss:
         weights=corrected.weights,
         masked=corrected.masked,
         bounded=corrected.bounded,
-        # What is left out has no gradient to stop.
+        # A token that is left out has no gradient to stop.
         clipped_low=losses.clipped_low & ~corrected.masked,
         clipped_high=losses.clipped_high & ~corrected.masked,
         sequence=inputs.sequence,

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="FILE",
-        help="YAML file: docs/async.md tells its sections",
+        help="YAML file: docs/async.md lists its sections",
     )
     command_line.add_argument(
         "--folder", type=Path, help="the run's folder, instead of logging.folder"

@@ -233,8 +233,8 @@ def model_problem(model: str) -> str | None:
 
 def writers(log: Path) -> tuple[int, ...]:
     """Processes of this machine whose output is a log: the guard of a role, until the last that it
-    looks after has ended, and what is left where a guard was killed. Whoever reads the log is none
-    of them."""
+    looks after has ended, and what is left where a guard was killed. A reader of the log does not
+    count."""
     name, pids = str(log.resolve()), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -320,7 +320,7 @@ class RoleProcess:
         return tuple(kept + [ports.pick() for _ in range(count - len(kept))])
 
     def start(self, launch: Launch, grace: float, may_finish: bool) -> int:
-        """Start the process, of which there is none yet or no more; returns its guard's process id.
+        """Start the process, which must not be running; returns its guard's process id.
 
         Raises:
             NodeProblem: its files or its log cannot be written, or no process can be started.

@@ -153,8 +153,8 @@ class _RaySeat:
 def _node_on_loopback() -> Iterator[None]:
     """Have a Ray that is started here listen on loopback.
 
-    Ray listens there if its node's address is loopback, but replaces that address by the one that
-    other machines use.
+    Ray listens there if its node's address is loopback, but replaces that address by the machine's
+    address in the network.
     """
     import ray._private.services as services
 
@@ -246,8 +246,8 @@ class RayCluster:
         with around:
             ray.init(
                 **where,
-                # Of this driver alone: another run's folder may have the same name, and with it the
-                # names of its actors.
+                # The name is this driver's alone: another run's folder may have the same name, and
+                # with it the names of its actors.
                 namespace=f"lockstep-{self._name}-{secrets.token_hex(4)}",
                 runtime_env={"env_vars": variables},
                 log_to_driver=False,
@@ -280,8 +280,8 @@ class RayCluster:
         addresses = {
             node_row["NodeID"]: str(node_row["NodeManagerAddress"]) for node_row in self._alive()
         }
-        # Once there were several it is never one machine again: those that are lost come back, and
-        # must reach who stayed.
+        # After there were several machines it never counts as one machine again: lost machines come
+        # back, and must reach the others.
         self._one_machine = self._one_machine and set(addresses.values()) <= {self._here}
         return "localhost" if self._one_machine else addresses.get(node, self._here)
 
@@ -349,8 +349,8 @@ def check_reachable(address: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, and the last, with its cause, where an actor could not
-    be made.
+    """The first line of an error; if an actor could not be made, the last line, which has the
+    cause.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
         type(error).__name__

@@ -53,8 +53,7 @@ class StepFollower:
     """Logs a short line for each step that the trainer logs.
 
     Args:
-        log: the trainer's log. It need not exist yet. What it holds already, of an earlier run, is
-            skipped.
+        log: the trainer's log. It need not exist yet. Lines of an earlier run in it are skipped.
     """
 
     def __init__(self, log: Path) -> None:
@@ -244,7 +243,8 @@ class Driver:
         if keeper.pending is None or not keeper.pending.done():
             if keeper.state in (State.STARTING, State.UP) and now - keeper.asked > LOOK_SECONDS:
                 raise SeatLost(
-                    f"is not heard of: its actor, which looks after it, has not answered for {now - keeper.asked:.0f} s"
+                    "is out of reach: its actor, which looks after it, has not answered for "
+                    f"{now - keeper.asked:.0f} s"
                 )
             self._wait(keeper, now)
             return
@@ -325,8 +325,8 @@ class Driver:
         self, keeper: Keeper, host: str, earlier: tuple[int, ...], now: float
     ) -> None:
         """Ask again until what an earlier life left on the node has ended: its trainer may be at
-        its last checkpoint, and its model on the GPU. An orphan whose guard was killed ends by
-        nobody else, and is killed when its time is over."""
+        its last checkpoint, and its model on the GPU. If an orphan's guard was killed, no other
+        process ends the orphan, so it is killed when its time is over."""
         role = keeper.role
         if keeper.blocked_since is None:
             keeper.blocked_since, keeper.blocked_told = now, -math.inf
@@ -411,7 +411,7 @@ class Driver:
                 if self.keepers[name].place != place
             ]
             logger.info(
-                "[Async] %s is started anew: %s has another address", role.name, " and ".join(moved)
+                "[Async] %s is restarted: %s has another address", role.name, " and ".join(moved)
             )
             assert keeper.seat is not None
             keeper.pending = keeper.seat.ask("stop")

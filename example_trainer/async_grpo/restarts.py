@@ -53,8 +53,8 @@ class Row:
 
         A process that ends by itself with an error before it ever worked would do so again,
         wherever it is started: an environment's file that cannot be imported, an option that is
-        refused. What a signal or a lost node ended is started again at once, and with growing
-        delays if it goes on.
+        refused. A process that a signal or a lost node ended is started again at once, and with
+        growing delays if it ends again.
         """
         policy = self.policy
         by_itself = ended.code is not None and ended.code <= 128
@@ -76,7 +76,7 @@ class State(Enum):
     LAUNCHING = "is being started"
     STARTING = "starts"
     UP = "runs"
-    ENDING = "ends, to be started anew"
+    ENDING = "ends, to be restarted"
     DONE = "is done"
 
 

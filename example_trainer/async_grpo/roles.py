@@ -15,7 +15,7 @@ from example_trainer.async_grpo.actor import PYTHON, Address, Launch
 from example_trainer.async_grpo.settings import Orchestration, Settings
 from example_trainer.launcher import roles as commands
 
-# What each role asks of the cluster, and whether there is as much.
+# The needs of each role, compared with the cluster.
 #
 # Pure: numbers in, numbers and sentences out.
 

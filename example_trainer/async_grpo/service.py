@@ -102,9 +102,7 @@ class Silences:
         return ""
 
     def forget(self, role: str | None = None) -> None:
-        """Begin anew with a role whose next life begins, or with all of them: this process was
-        stopped itself.
-        """
+        """Forget a role that is restarted, or all roles if this process was stopped itself."""
         with self._lock:
             if role is not None:
                 self._active.pop(role, None)
@@ -188,7 +186,7 @@ def calls(answer: Any, rows: str, name: str, now: float) -> dict[str, float]:
 
 
 class Fleet(Protocol):
-    """Who is told."""
+    """Receiver of changes of the servers' addresses."""
 
     def moved(self, before: Address, now: Address) -> None:
         """Note that a server has another address; `tell` reports it."""
@@ -226,7 +224,7 @@ class ServiceFleet:
         self._owed[url] = wish
 
     def tell(self, service: Address, servers: Collection[str] | None) -> None:
-        """See Fleet. What fails is tried again at the next call, for as long as the run lasts: a
+        """See Fleet. A failed report is repeated at the next call, for as long as the run lasts: a
         trainer that does not learn of a server would leave it without weights for good."""
         try:
             if not self._compared and servers is not None:
@@ -235,7 +233,7 @@ class ServiceFleet:
                 url, wish = next(iter(self._owed.items()))
                 self._post(service, url, wish)
                 del self._owed[url]
-                logger.info("[Async] the trainer is told that %s shall %s", url, wish)
+                logger.info("[Async] the trainer learns that %s shall %s", url, wish)
         except (OSError, ValueError) as error:
             if not self._refused:
                 owed = (
@@ -243,14 +241,15 @@ class ServiceFleet:
                     or "which servers there are"
                 )
                 logger.warning(
-                    "[Async] the trainer cannot be told yet (%s); it is tried until the rollout service at %s takes it: %s",
+                    "[Async] the trainer cannot learn yet that (%s); it is tried until the rollout "
+                    "service at %s takes it: %s",
                     owed, service.url, reason(error),
                 )  # fmt: skip
             self._refused = True
             return
         if self._refused:
             logger.info(
-                "[Async] the rollout service at %s has taken what the trainer was to be told",
+                "[Async] the rollout service at %s has taken the changes for the trainer",
                 service.url,
             )
         self._refused = False

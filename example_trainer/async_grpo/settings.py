@@ -162,7 +162,7 @@ class Inference(Section):
     def _no_key(cls, value: list[str]) -> list[str]:
         if any("api-key" in word.split("=")[0].replace("_", "-") for word in value):
             raise ValueError(
-                "everybody can read a key in `ps`; leave it out: every run has keys of its own"
+                "all users can read a key in `ps`; leave it out: every run has keys of its own"
             )
         return value
 
@@ -365,7 +365,8 @@ def make_settings(values: Mapping[str, Any], file: Path) -> Settings:
     for key in training:
         if key in SECRETS:
             raise ConfigError(
-                f"{key} in {file}: whoever reads the file has the key; set {SECRETS[key]} for the driver instead"
+                f"{key} in {file}: each reader of the file has the key; set {SECRETS[key]} for the "
+                "driver instead"
             )
         if key in DRIVER_SETS:
             raise ConfigError(
@@ -390,13 +391,13 @@ def make_settings(values: Mapping[str, Any], file: Path) -> Settings:
 
 
 def check_trainer(settings: Settings, file: Path) -> TrainerConfig:
-    """The trainer's options, checked as grpo.py would, with addresses that only the cluster can
-    tell left out.
+    """The trainer's options, checked as grpo.py would, without addresses that only the cluster
+    knows.
     """
     unknown = [key for key in settings.trainer_values if key not in TrainerConfig.model_fields]
     if unknown:  # one that this release's trainer does not have yet
         raise ConfigError(
-            f"{unknown[0]} is no option of this trainer: leave out what needs it in {file}"
+            f"{unknown[0]} is not an option of this trainer: leave out what needs it in {file}"
         )
     values = settings.trainer_values
     if settings.orchestration.parameter_servers:

@@ -263,7 +263,7 @@ class FetchedBatch:
         lease: names it; None if the service leases none.
         queue_size: groups that the service then held for later batches.
         environments: names of the environments that the groups are from, by id; empty if the
-            service says none.
+            service names none.
         uses: how often each group was learned from before; empty if unknown.
     """
 
@@ -397,7 +397,8 @@ class RolloutClient:
                     isinstance(group, dict) for group in groups
                 ):
                     raise RolloutServiceError(
-                        f"{self.url}/batch answered a batch that is no list of groups: {str(groups)[:200]}"
+                        f"{self.url}/batch answered a batch that is not a list of groups: "
+                        f"{str(groups)[:200]}"
                     )
                 lease = self._leased(answer.get("batch_id"), answer.get("positions"))
                 with self._changed:
@@ -499,7 +500,7 @@ class RolloutClient:
                 )
         if lease is not None:
             self._acknowledge(lease, weight_version, skipped, report=report)
-        with self._changed:  # only now: who waits for this registers at the new version
+        with self._changed:  # only now: a waiting thread registers at the new version
             self._version = weight_version
             if lease is not None and lease.positions is not None and skipped is None:
                 self._positions = lease.positions
@@ -550,10 +551,10 @@ class RolloutClient:
         try:
             self._service.last_call("/batch/report", body, timeout=patience)
         except RolloutServiceError as failure:
-            logger.info("The rollout service was not told what ends the run: %s", failure)
+            logger.info("The rollout service does not know what ends the run: %s", failure)
         except StopRequested:
             logger.info(
-                "The rollout service was not told what ends the run: it is away, and a signal came"
+                "The rollout service does not know what ends the run: it is away, and a signal came"
             )
 
     def _acknowledge(
@@ -597,7 +598,7 @@ class RolloutClient:
         except RefusedError as error:
             logger.info("The rollout service takes no end of the run: %s", error)
         except RolloutServiceError as error:
-            logger.warning("The rollout service was not told that the run has ended: %s", error)
+            logger.warning("The rollout service does not know that the run has ended: %s", error)
 
 
 def _named(batch: TrainedBatch) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class EvaluationFeed:
         all entries; None if the service has no evaluations."""
         response = self._http.get("/evaluations", params={"after": after})
         if response.status_code in _NOT_OFFERED:
-            logger.info("The rollout service at %s tells of no evaluations", self.url)
+            logger.info("The rollout service at %s has no route for evaluations", self.url)
             self._end()
             return None
         response.raise_for_status()

@@ -36,15 +36,15 @@ from vllm_patching.protocol.routed_experts import ExpertsError, from_wire
 # Readers of a group's fields, which `atroposlib.wire.ScoredDataGroup` lists, and the writer
 # of a row. Pure: no I/O, no state.
 
-# What every reader of a group raises: a leaf, so that the readers of single fields need not know
-# the reader of the whole.
+# The error of every reader of a group stands apart, so that the readers of single fields need not
+# know the reader of the whole.
 
 
 class GroupError(ValueError):
     """A group does not hold what the wire promises. The message names the field."""
 
 
-# How old rollouts are, across the lives of a run's trainers, by the rule that the rollout service
+# The age of rollouts across the sessions of a run's trainers, by the rule that the rollout service
 # has too. Pure.
 
 
@@ -54,8 +54,8 @@ def version_on_line(
     """Return the version of weights on the line that is trained on now; at most `present`.
 
     Args:
-        version, epoch: of the weights; an epoch of None or 0: nobody said, or they are from before
-            any trainer.
+        version, epoch: of the weights; an epoch of None or 0: unknown, or they are from before any
+            trainer.
         present: the trainer's version.
         lives: of the trainer's run, oldest first, the present one last.
     """
@@ -111,8 +111,8 @@ def teacher_logprobs(
         teacher scored the group.
 
     Raises:
-        GroupError: the fields do not line up with each other or with the tokens, or hold what is no
-            logprob; names the index.
+        GroupError: the fields do not line up with each other or with the tokens, or hold something
+            that is not a logprob; names the index.
     """
     if group.get("distill_token_ids") is None and group.get("distill_logprobs") is None:
         return None
@@ -130,7 +130,7 @@ def teacher_logprobs(
     for n, (position, token) in enumerate(zip(places, trained, strict=True)):
         where, candidates, scores = f"[{sequence}][{position}]", ids[position], logprobs[position]
         if not isinstance(candidates, list) or not isinstance(scores, list):
-            raise GroupError(f"distill_token_ids{where} or distill_logprobs{where} is no list")
+            raise GroupError(f"distill_token_ids{where} or distill_logprobs{where} is not a list")
         if len(candidates) != len(scores):
             raise GroupError(
                 f"distill_logprobs{where} has {len(scores)} entries, distill_token_ids{where} has {len(candidates)}"
@@ -144,7 +144,8 @@ def teacher_logprobs(
             or not LEAST <= score <= ROUNDING
         ):
             raise GroupError(
-                f"distill_logprobs{where} holds {score!r:.40} for token {token}, which is no logprob"
+                f"distill_logprobs{where} holds {score!r:.40} for token {token}, which is not a "
+                "logprob"
             )
         values[n] = score
     return values
@@ -289,7 +290,7 @@ def versions_of(
     )  # fmt: skip
     try:
         if not isinstance(spans, list) or not isinstance(epochs, list):
-            raise TypeError("weight_version_spans or weight_epoch_spans is no list")
+            raise TypeError("weight_version_spans or weight_epoch_spans is not a list")
         if sequence >= len(spans) or spans[sequence] is None:
             return versions, None
         said = _expand(
@@ -340,7 +341,7 @@ def _expand(
 # sampled tokens that it is of.
 #
 # The trainer recomputes the logprob of each token under softmax(logits / temperature) over the whole
-# vocabulary. What else shaped the distribution is unknown to it: see BIAS.
+# vocabulary. It does not know other influences on the distribution: see BIAS.
 
 IDLE = {**NEUTRAL, CONSTRAINED: (0.0,)}
 """Parameter that changes the distribution -> the values at which it does not."""
@@ -435,7 +436,9 @@ def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -
     where = f"sampling_params[{sequence}]"
     spans = entry if isinstance(entry, list) else [entry]
     if not spans or not all(isinstance(span, Mapping) for span in spans):
-        raise GroupError(f"{where} is no object of numbers, nor a list of such: {str(entry)[:80]}")
+        raise GroupError(
+            f"{where} is not an object of numbers, nor a list of such: {str(entry)[:80]}"
+        )
     numbers = [
         {
             name: _number(span, name, where)
@@ -448,16 +451,15 @@ def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -
         [sampled] if not isinstance(entry, list) else [int(span["tokens"] or 0) for span in numbers]
     )
     if min(counts) < 0:
-        raise GroupError(
-            f"{where} says how {counts} tokens were sampled, of which none can be fewer than 0"
-        )
+        raise GroupError(f"{where} has parts of {counts} tokens, but none can have fewer than 0")
     if sum(counts) != sampled:
         # An environment may train on fewer tokens than were sampled; which ones, only their
         # temperatures ask.
         if len(set(temperatures)) > 1:
             raise GroupError(
-                f"{where} says how {counts} tokens were sampled, at different temperatures, and the mask leaves {sampled} that "
-                "are not -100: parts must add up to these, so leave out those of turns that are masked"
+                f"{where} has parts of {counts} tokens, at different temperatures, and the mask "
+                f"leaves {sampled} that "
+                "are not -100: parts must add up to these, so leave out the parts of masked turns"
             )
         temperatures, counts = temperatures[:1], [sampled]
     for temperature in temperatures:
@@ -490,7 +492,7 @@ def _number(span: Mapping[str, Any], name: str, where: str) -> float | None:
         or not isinstance(value, int | float)
         or (name != "temperature" and not math.isfinite(value))
     ):
-        raise GroupError(f"{where} has {name} {value!r:.40}, which is no finite number")
+        raise GroupError(f"{where} has {name} {value!r:.40}, which is not a finite number")
     return float(value)
 
 
@@ -501,7 +503,8 @@ def _require_usable(temperature: float | None, sequence: int, rules: SamplingRul
     if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
         how = ", greedily" if 0 <= temperature < LEAST_TEMPERATURE else ""
         raise GroupError(
-            f"{what}{how}, which is no distribution to learn from: let the environment sample training data at a temperature "
+            f"{what}{how}, which is not a distribution to learn from: let the environment sample "
+            "training data at a temperature "
             f"of at least {LEAST_TEMPERATURE:g}, and send no evaluations"
         )
     if rules.deterministic:
@@ -539,9 +542,9 @@ def number_rows(
         ):  # callers refuse infinities where they matter, with the place
             numbers = [np.asarray(row, dtype=kind) for row in value]
     except (TypeError, ValueError, OverflowError) as error:
-        raise GroupError(f"{name} is no list of lists of numbers ({error})") from error
+        raise GroupError(f"{name} is not a list of lists of numbers ({error})") from error
     if any(row.ndim != 1 for row in numbers):
-        raise GroupError(f"{name} is no list of lists of numbers")
+        raise GroupError(f"{name} is not a list of lists of numbers")
     if count is not None and len(numbers) != count:
         raise GroupError(f"{name} has {len(numbers)} sequences, tokens has {count}")
     return numbers
@@ -655,7 +658,7 @@ def optional_ints(group: Mapping[str, Any], name: str, count: int) -> list[int |
     try:
         return [None if value is None else int(np.int64(int(value))) for value in values]
     except (TypeError, ValueError, OverflowError) as error:
-        raise GroupError(f"{name} holds something that is no number ({error!s:.80})") from error
+        raise GroupError(f"{name} holds something that is not a number ({error!s:.80})") from error
 
 
 def read_words(group: Mapping[str, Any], name: str, count: int) -> list[str | None]:
@@ -693,7 +696,7 @@ def read_scores(group: Mapping[str, Any], count: int) -> list[float]:
         isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)
         for score in values
     ):
-        raise GroupError(f"scores holds something that is no finite number: {values!s:.200}")
+        raise GroupError(f"scores holds something that is not a finite number: {values!s:.200}")
     if (beyond := first_beyond(values, LARGEST_SCORE)) is not None:
         raise GroupError(
             f"scores[{beyond}] is {values[beyond]:g}: its magnitude must be at most {LARGEST_SCORE:g}"
@@ -753,7 +756,7 @@ def read_zeroed(group: Mapping[str, Any], count: int, ignored: set[str]) -> list
         *((f"overrides[{i}]", one) for i, one in enumerate(overrides)),
     ]:
         if not isinstance(one, Mapping):
-            raise GroupError(f"{name} is no object: {one!r:.80}")
+            raise GroupError(f"{name} is not an object: {one!r:.80}")
         ignored.update(set(one) - {"set_advantage_to_zero"})
     return [
         bool(whole.get("set_advantage_to_zero") or one.get("set_advantage_to_zero"))
@@ -761,7 +764,7 @@ def read_zeroed(group: Mapping[str, Any], count: int, ignored: set[str]) -> list
     ]
 
 
-# What is made of answers that ran into their limit, and of sequences that are too long for the
+# Treatment of answers that ran into their limit, and of sequences that are too long for the
 # trainer. Pure.
 #
 # Source: the soft overlong punishment is DAPO's (Yu et al., arXiv:2503.14476, equation 13).
@@ -829,15 +832,14 @@ class TrainedSequence:
         fields: [trained] each, by their names in TOKEN_FIELDS; unknown fields are left out.
             `sequence[name]` is one of them, or its fill values.
         score: the reward, as the environment gave it.
-        weight_version: of the oldest weights that any of its tokens was sampled under; None if it
-            was not said.
+        weight_version: of the oldest weights that any of its tokens was sampled under; None if
+            unknown.
         order: place in the batch (group, sequence within the group), which settles ties.
         weight_epoch: of the trainer that made the weights; None if unknown. See ages.
-        finish_reason: why the sampler ended it, "length" where it ran into its limit; None if it
-            was not said.
+        finish_reason: why the sampler ended it, "length" where it ran into its limit; None if
+            unknown.
         success: whether it solved its item, independent of its score; None if unknown.
-        env_id: the rollout service's number for the environment that it is from; None if it was not
-            said.
+        env_id: the rollout service's number for the environment that it is from; None if unknown.
         sampled: how many tokens of it were sampled, trained or not; not given: as many as are
             trained.
         routed: [length, choices] int16, see ReplayedRouters; None without them.
@@ -941,12 +943,12 @@ class Rules:
     """Rules for reading groups.
 
     Attributes:
-        advantages: see algorithm.advantages; those of a group by itself are not what the scores of
-            a batch may make.
+        advantages: see algorithm.advantages; a group's scores may make other advantages by
+            themselves than as part of a batch.
         lengths, sampling: see there.
         teacher: whether a teacher's logprobs are read.
-        reference: whether those of the reference are; if they are required, a group without them is
-            left out.
+        reference: whether a reference's logprobs are read; if they are required, a group without
+            them is left out.
         media_tokens: ids that stand for images, sounds or films, which no model sees here.
         routers: whose choices are read; None: none are.
     """
@@ -965,8 +967,9 @@ class Batch:
     """The rollouts of one optimizer step.
 
     Attributes:
-        sequences: all rollouts of all valid groups, in the order in which they came, but for those
-            that were dropped.
+        sequences: all rollouts of all valid groups, in the order in which they came, but for
+            dropped
+            ones.
         invalid: what was wrong with each group that was left out.
         too_long: how many sequences were longer than the length limit, masked or dropped.
         ignored_overrides: names of overrides that this trainer does not know.
@@ -1057,7 +1060,7 @@ def parse_batch(
     """Check the groups of a batch, and work out advantages from the scores of all of them.
 
     A group's own `advantages` (for each sequence one number, bare or in a list, or one per token)
-    replace those that are made of scores. The override `set_advantage_to_zero`, for a sequence or
+    replace the computed ones. The override `set_advantage_to_zero`, for a sequence or
     the whole group, is obeyed. A group that is not valid is left out whole.
 
     Args:

@@ -99,8 +99,8 @@ class PackedBin:
         }
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedBin:
-        """The same on another device, but for what says where spans and sequences lie, which is
-        read on the host.
+        """The same on another device, but for the places of spans and sequences, which are read on
+        the host.
         """
         moved = {
             name: t if name in _HOST else t.to(device, non_blocking=non_blocking)
@@ -166,8 +166,7 @@ class PackedBin:
         ]
 
 
-# What rollouts have in common at their beginning, as a tree of spans of which each is forwarded
-# once. Pure.
+# Common beginnings of rollouts, as a tree of spans; each span is forwarded once. Pure.
 #
 # Rollouts of a group begin with the same prompt, and rollouts of several turns may part later:
 #
@@ -306,8 +305,8 @@ def divide(rollouts: Sequence[tuple[int, bytes]], count: int) -> list[list[int]]
     members: dict[int, list[int]] = {}
     for number, (name, _) in enumerate(rollouts):
         members.setdefault(name, []).append(number)
-    # What is alike in all of its content may change places. The number comes last, and settles only
-    # that.
+    # Rollouts with the same content may change places. The number comes last, and settles only
+    # their order.
     groups = [
         sorted(group, key=lambda number: (rollouts[number][1], number))
         for group in members.values()
@@ -424,8 +423,8 @@ def pack_batch(
     """Lay a batch out in minibatches, and these in bins. Sequences without a trained token are left
     out.
 
-    Every other trained token is there once, but for those of sequences whose advantages are all 0
-    where these need not be forwarded: then they are there in the weights of the others alone. One
+    Every other trained token is there once, but for sequences whose advantages are all 0 where
+    these need not be forwarded: then they are there in the weights of the others alone. One
     sequence of each minibatch is forwarded in any case, the shortest, so that a batch that teaches
     nothing is a step like others.
 
@@ -689,21 +688,20 @@ def _joined(parts: Sequence[npt.NDArray[np.int64] | npt.NDArray[np.float32]]) ->
     return torch.from_numpy(np.concatenate(parts))
 
 
-# Bins of some of a bin's sequences: for a pass over those alone of which something is not known
-# yet.
+# Bins of some of a bin's sequences: for a pass over only the sequences that still lack a value.
 
 
 def completed_reference(bin: PackedBin, compute: Callable[[PackedBin], Tensor]) -> Tensor:
-    """The reference's logprobs of a bin's trained tokens: those that came along, and computed ones
+    """The reference's logprobs of a bin's trained tokens: as they came along, and computed ones
     where they are missing.
 
-    Of a sequence with a single one missing all are forwarded. If none came along, `compute` is
+    A sequence that misses a single one is forwarded as a whole. If none came along, `compute` is
     given the bin itself.
 
     Args:
         compute: [n] float32 logprobs of the trained tokens of a bin. Collective where the reference
             is spread over ranks: each has as many bins, and all of them agree by `reference_pass`
-            of which a pass is made.
+            on the bins that get a pass.
 
     Returns:
         [n] float32 on the bin's device.
@@ -721,16 +719,16 @@ def completed_reference(bin: PackedBin, compute: Callable[[PackedBin], Tensor]) 
 
 
 def part_of(bin: PackedBin, sequences: Sequence[int]) -> tuple[PackedBin, Tensor]:
-    """Some of a bin's sequences as a bin of their own: the spans that they are in, and those that
-    these continue.
+    """Some of a bin's sequences as a bin of their own: the spans that they are in, and the spans
+    that these continue.
 
     Args:
         sequences: their numbers in the bin, ascending. Without any it is the bin of a rank without
             work.
 
     Returns:
-        The bin, and [n] int64 on its device: the places of its trained tokens among those of the
-        whole one.
+        The bin, and [n] int64 on its device: the places of its trained tokens among the whole bin's
+        trained tokens.
     """
     device = bin.tokens.device
     if not sequences:

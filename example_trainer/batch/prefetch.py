@@ -61,9 +61,9 @@ class BinChannel:
     """Over which rank 0 hands out a batch's bins, to as many calls of `receive` on each other rank
     as it makes of `send`.
 
-    A rank for which the run is over leaves when it likes, also when rank 0 is about to send: one of
-    the two is the first to say so, by a claim to the rank's share. If that is rank 0, the rank
-    takes its bins before it leaves; if not, it is sent none.
+    A rank for which the run is over leaves when it likes, also when rank 0 is about to send: both
+    claim the rank's share, and the first claim counts. If that is rank 0's, the rank takes its bins
+    before it leaves; if not, it is sent none.
 
     No two of its methods are called at the same time by threads of a process. Making one is
     collective.
@@ -118,8 +118,8 @@ class BinChannel:
         return decode(self._receive(torch.empty(length, dtype=torch.uint8)))
 
     def leave(self) -> None:
-        """On another rank, when it receives no more: rank 0 does not wait for it. What is on its
-        way to it is dropped.
+        """On another rank, when it receives no more: rank 0 does not wait for it. Bins on the way
+        to it are dropped.
 
         Raises:
             RankError: rank 0 is gone, or silent for longer than --rank-timeout in the middle of a
@@ -479,7 +479,7 @@ class Batches:
     def end_run(self) -> None:
         """See RolloutClient.end_run."""
         self._ranks.on_main(
-            "telling the service that the run has ended",
+            "reporting the end of the run to the service",
             lambda: self._main.end_run(),
             self._longest_call,
         )
@@ -603,13 +603,15 @@ class Batches:
         )
 
     def close(self) -> None:
-        """End the thread and the connection. What it fetched stays leased. Not collective."""
+        """End the thread and the connection. Fetched batches stay leased. Not collective."""
         interrupt, slow = _do_nothing, "another rank"
         if self._client is not None:
             interrupt, slow = self._client.interrupt, "the rollout service, or another rank,"
         if not self._preparing.close(interrupt, CLOSE_SECONDS):
             logger.warning(
-                "What %s does for the next batch is given up after %.0f s", slow, CLOSE_SECONDS
+                "The next batch, for which %s is busy, is given up after %.0f s",
+                slow,
+                CLOSE_SECONDS,
             )
         elif self._client is None:
             with suppress(RankError):  # then no rank waits there

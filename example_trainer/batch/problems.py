@@ -56,8 +56,8 @@ class Task:
 
     Attributes:
         training: an endless stream, the same for the same seed.
-        held_out: so many problems of which none is in the stream, the same ones each time; None
-            where there are none.
+        held_out: problems that are not in the stream, the same ones each time; None where there are
+            none.
     """
 
     training: Callable[[int], Iterator[Problem]]

@@ -75,8 +75,7 @@ def safe_names(ids: Iterable[int], names: Mapping[str, Any]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class BatchFigures:
-    """A batch in numbers, as they stand in the trainer's log. Of several ranks, those of the whole
-    batch.
+    """A batch in numbers, as they stand in the trainer's log. Several ranks have the whole batch's.
 
     Attributes:
         reward_mean, reward_std: of the rollouts' scores, as the environments gave them.
@@ -92,7 +91,7 @@ class BatchFigures:
         zero_advantage_share: of the rollouts that are trained on, those whose advantages are all 0.
         groups_invalid: groups that were left out.
         age_mean, age_max: weight versions since the rollouts were begun; None if no environment
-            says.
+            sends them.
         uses_mean: batches in which a group of the batch had been trained on before; None if each is
             used once.
         forwarded_tokens: tokens of all bins.
@@ -136,8 +135,8 @@ class BatchFigures:
     success_rates: dict[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """The figures by name; those of one environment as `reward/<its name>` and
-        `success/<its name>`.
+        """The figures by name; an environment's own as `reward/<its name>` and `success/<its
+        name>`.
         """
         figures = dict(vars(self))
         rewards, successes = figures.pop("rewards"), figures.pop("success_rates")
@@ -361,7 +360,7 @@ class BatchReader:
 
         Raises:
             BatchError: nothing in the batch can be trained on, or a teacher is to be learned from
-                and said nothing.
+                and scored nothing.
             ConfigError: the function for advantages is the user's, and fails.
         """
         config = self.config
@@ -412,7 +411,8 @@ class BatchReader:
             )
         if batch.unusable_spans:
             logger.warning(
-                "%d sequences do not say which weights sampled which token, and count as sampled by their oldest; first: %s",
+                "%d sequences do not record which weights sampled which token, and count as "
+                "sampled by their oldest; first: %s",
                 len(batch.unusable_spans),
                 batch.unusable_spans[0],
             )
@@ -429,7 +429,8 @@ class BatchReader:
             self._say_once(
                 "no_logprobs",
                 f"inference_logprobs above 0 at {batch.no_logprobs} sampled tokens of a batch are placeholders, no logprobs: "
-                "such tokens count as sent without (missing_rollout_logprobs); let the environment send what the server said",
+                "such tokens count as sent without (missing_rollout_logprobs); let the environment "
+                "send the server's logprobs",
             )
         if batch.least_limit < self.config.overlong_buffer:
             self._say_once(
@@ -452,14 +453,16 @@ class BatchReader:
             advice = "".join(MUST_BE_SAID % url for url in servers.processed[:1])
             self._say_once(
                 "silent",
-                f"{silent} of {len(batch.sequences)} sequences do not say at which temperature they were sampled; such are "
+                f"{silent} of {len(batch.sequences)} sequences do not record at which temperature "
+                "they were sampled; such are "
                 f"taken to be of --temperature {self.config.temperature:g}{advice}",
             )
         endless = sum(sequence.finish_reason is None for sequence in batch.sequences)
         if endless and self.config.truncated_answers == "mask":
             self._say_once(
                 "endless",
-                f"{endless} of {len(batch.sequences)} sequences do not say why their sampling ended, so "
+                f"{endless} of {len(batch.sequences)} sequences do not record why their sampling "
+                "ended, so "
                 "--truncated-answers mask takes them for whole",
             )
         if servers.unknown:

@@ -133,9 +133,9 @@ class BinFigures:
 class ParityCheck:
     """Compares the logprobs of a step's tokens, and keeps the figures of the last step.
 
-    Only what was sampled under the present weights can have their bits. What is older is trained
-    on, where that is allowed, and counted apart, so that its divergence is that of older weights
-    alone.
+    Only tokens that were sampled under the present weights can have their bits. Older tokens are
+    trained on, where that is allowed, and counted apart, so that their divergence is due to older
+    weights alone.
 
     Example:
         parity.begin(optimizer.steps)
@@ -264,7 +264,8 @@ class ParityCheck:
         if not self._said_unknown and bool((packed["versions"] == UNKNOWN_VERSION).any()):
             self._said_unknown = True
             logger.warning(
-                "An environment does not say which weights sampled its tokens: those are trained on and compared with nothing"
+                "An environment does not record which weights sampled its tokens: they are trained "
+                "on and compared with nothing"
             )
         return ""
 
@@ -335,7 +336,7 @@ class ParityCheck:
 
 
 def _count(recomputed: Tensor, sampled: Tensor, fresh: Tensor, different: Tensor) -> BinFigures:
-    """Compare a bin, of which `fresh` tokens are of the present weights."""
+    """Compare a bin; its `fresh` tokens are of the present weights."""
     unknown = sampled.isnan()
     log_ratio = (recomputed - sampled).masked_fill(unknown, 0.0).double()
     divergence = k3(log_ratio)

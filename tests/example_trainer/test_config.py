@@ -285,11 +285,11 @@ def test_flags_win_over_variables_and_an_empty_variable_is_none(
         ("vllm_api_key: 4711", "vllm_api_key in {file}: input should be a valid string"),
         (
             "vllm_restart_interval: 5\nvllm_args: --api-key 4711",
-            "vllm_args in {file}: everybody can read --api-key in `ps`",
+            "vllm_args in {file}: all users can read --api-key in `ps`",
         ),
         (
             "vllm_restart_interval: 5\nvllm_command: serve --api-key=4711",
-            "vllm_command in {file}: everybody can read",
+            "vllm_command in {file}: all users can read",
         ),
     ],
 )

@@ -131,8 +131,8 @@ def test_a_loss_is_tried_with_what_the_flags_say(module: str) -> None:
         ("infinite", "on a made-up batch its loss is [-inf, -inf"),
         ("steep", "on a made-up batch its gradient is [nan"),
         ("failing", "a made-up batch made it fail with KeyError: "),
-        ("masks_of_numbers", "its clipped_low is no bool tensor of shape [6]"),
-        ("a_number", "it is no function but int"),
+        ("masks_of_numbers", "its clipped_low is not a bool tensor of shape [6]"),
+        ("a_number", "it is not a function but int"),
         ("absent", "functions_of_a_user has no absent"),
     ],
 )
@@ -164,7 +164,7 @@ def test_losses_that_are_none_are_refused_in_one_line(module: str, name: str, pr
         ),
         (
             "a/file.py:f",
-            "--loss a/file.py:f is no module:function, as in my_losses:mine; expected is",
+            "--loss a/file.py:f is not module:function, as in my_losses:mine; expected is",
         ),
         ("grop", "unknown --loss grop; did you mean grpo?"),
         ("xyz", "unknown --loss xyz; there are grpo, gspo, cispo, reinforce, or module:function"),

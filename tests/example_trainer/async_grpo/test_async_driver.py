@@ -222,7 +222,7 @@ def test_an_actor_that_hangs_is_lost_with_what_it_looks_after(
     assert seat.killed
     assert bench.cluster.order.count("trainer") == 2
     assert (
-        "[Async] trainer is not heard of: its actor, which looks after it, has not answered for 60 s; it is"
+        "[Async] trainer is out of reach: its actor, which looks after it, has not answered for 60 s; it is"
         in caplog.text
     )
 

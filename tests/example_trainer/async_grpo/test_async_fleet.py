@@ -61,9 +61,9 @@ def test_a_service_that_is_away_is_told_of_a_moved_server_when_it_is_back(
         fleet.tell(service.place, [NEW.url])
     assert service.wishes() == ([NEW.url], [OLD.url])
     assert [message for message in caplog.messages if "[Async]" in message] == [
-        f"[Async] the trainer is told that {NEW.url} shall join",
-        f"[Async] the trainer is told that {OLD.url} shall leave",
-        f"[Async] the rollout service at {service.place.url} has taken what the trainer was to be told",
+        f"[Async] the trainer learns that {NEW.url} shall join",
+        f"[Async] the trainer learns that {OLD.url} shall leave",
+        f"[Async] the rollout service at {service.place.url} has taken the changes for the trainer",
     ]
 
 
@@ -90,7 +90,7 @@ def test_a_server_that_nobody_knows_any_more_is_not_owed_for_ever(
     fleet.moved(OLD, NEW)
     fleet.tell(service.place, [NEW.url])
     assert service.wishes() == ([NEW.url], [])
-    assert "cannot be told" not in caplog.text
+    assert "cannot learn yet" not in caplog.text
 
 
 def test_what_an_earlier_run_wished_is_undone_once(service: Service, processes: Processes) -> None:

@@ -52,7 +52,7 @@ def test_the_configurations_that_we_ship_are_good(file: Path) -> None:
         ),
         (
             "training: {model_name: m, vllm_api_key: k}",
-            "whoever reads the file has the key; set VLLM_API_KEY",
+            "each reader of the file has the key; set VLLM_API_KEY",
         ),
         ("training: {model_name: m, lr: -1}", "lr in .* -1: input should be greater"),
         (
@@ -86,7 +86,7 @@ def test_the_configurations_that_we_ship_are_good(file: Path) -> None:
         ),
         (
             "training: {model_name: m}\ninference: {server_args: --api-key x}",
-            "everybody can read a key in `ps`",
+            "all users can read a key in `ps`",
         ),
         (
             "training: {model_name: m}\norchestration: {device: cpu}\ninference: {tensor_parallel_size: 2}",

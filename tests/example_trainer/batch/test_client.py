@@ -188,7 +188,7 @@ def test_a_finished_run_does_not_fail_for_the_services_sake(
     assert "takes no end of the run: " in caplog.text
     monkeypatch.setattr(rollout_client, "_END_SECONDS", 0.2)
     client_of(f"http://127.0.0.1:{free_port()}").end_run()
-    assert "was not told that the run has ended: the rollout service at" in caplog.text
+    assert "does not know that the run has ended: the rollout service at" in caplog.text
     assert "POST /run/end: ConnectError: " in caplog.text
 
 
@@ -220,7 +220,7 @@ def test_registering_again_says_how_far_training_is(
             r"GET .*/batch answered no JSON object \('<html>hello</html>'\); is this the address of a rollout service",
         ),
         ([1], "answered no JSON object"),
-        ({"batch": "x"}, "answered a batch that is no list of groups: x"),
+        ({"batch": "x"}, "answered a batch that is not a list of groups: x"),
         (403, r"refuses this trainer \(403\)"),
         (418, r"GET .*/batch 418"),
     ],

@@ -124,7 +124,7 @@ def test_a_service_without_evaluations_is_noticed_once(
     feed = feed_of(service)
     assert [next_of(feed) for _ in range(3)] == [[], [], []]
     assert service.paths() == ["/evaluations?after=0"]
-    assert caplog.text.count("tells of no evaluations") == 1
+    assert caplog.text.count("has no route for evaluations") == 1
 
 
 def test_a_service_that_fails_is_asked_again_and_each_failure_told_once(

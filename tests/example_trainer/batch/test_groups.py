@@ -229,8 +229,8 @@ def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
     ("changes", "message"),
     [
         ({"tokens": []}, "tokens is missing or empty"),
-        ({"tokens": [["a"]]}, "tokens is no list of lists of numbers"),
-        ({"tokens": [1, 2]}, "tokens is no list of lists of numbers"),
+        ({"tokens": [["a"]]}, "tokens is not a list of lists of numbers"),
+        ({"tokens": [1, 2]}, "tokens is not a list of lists of numbers"),
         (
             {"tokens": [[1, 2, 3, 50], [1, 2, 5, 6, 7]]},
             "tokens[0] holds 50, and the model's ids go from 0 to 49",
@@ -242,8 +242,8 @@ def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
             "masks[0] has 3 entries, tokens[0] has 4",
         ),
         ({"scores": [1.0]}, "scores has 1 entries"),
-        ({"scores": [1.0, math.nan]}, "scores holds something that is no finite number"),
-        ({"scores": [1.0, None]}, "scores holds something that is no finite number"),
+        ({"scores": [1.0, math.nan]}, "scores holds something that is not a finite number"),
+        ({"scores": [1.0, None]}, "scores holds something that is not a finite number"),
         ({"scores": None}, "scores has no entries"),
         ({"inference_logprobs": [[1.0, 1.0, -0.5, -0.25]]}, "inference_logprobs has 1 sequences"),
         (
@@ -265,20 +265,23 @@ def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
         ({"advantages": [1.0, "x"]}, "advantages[1] is neither a number nor a list"),
         ({"overrides": [{}]}, "overrides has 1 entries"),
         ({"overrides": 3}, "overrides has no entries"),
-        ({"overrides": [{}, 3]}, "overrides[1] is no object: 3"),
+        ({"overrides": [{}, 3]}, "overrides[1] is not an object: 3"),
         (
             {"group_overrides": ["set_advantage_to_zero"]},
-            "group_overrides is no object: ['set_advantage_to_zero']",
+            "group_overrides is not an object: ['set_advantage_to_zero']",
         ),
         (
             {"weight_versions": [1, "x"]},
-            "weight_versions holds something that is no number (invalid literal",
+            "weight_versions holds something that is not a number (invalid literal",
         ),
-        ({"weight_versions": [1, [2]]}, "weight_versions holds something that is no number"),
-        ({"weight_versions": [1, 2**64 - 1]}, "weight_versions holds something that is no number"),
+        ({"weight_versions": [1, [2]]}, "weight_versions holds something that is not a number"),
+        (
+            {"weight_versions": [1, 2**64 - 1]},
+            "weight_versions holds something that is not a number",
+        ),
         (
             {"weight_versions": [1, 2], "weight_epochs": [1, math.inf]},
-            "weight_epochs holds something that is no number",
+            "weight_epochs holds something that is not a number",
         ),
         ({"finish_reasons": ["stop"]}, "finish_reasons has 1 entries"),
         ({"sampling_params": [{"temperature": 1}]}, "sampling_params has 1 entries"),
@@ -414,7 +417,7 @@ def test_spans_that_are_no_list_are_passed_over() -> None:
     assert versions(batch) == [[4, 4], [5, 5, 5]]
     assert (
         batch.unusable_spans[1]
-        == "sequence 1 of group 0: weight_version_spans or weight_epoch_spans is no list"
+        == "sequence 1 of group 0: weight_version_spans or weight_epoch_spans is not a list"
     )
 
 

@@ -87,7 +87,7 @@ def test_a_placeholder_is_a_token_that_nobody_scored() -> None:
             r"ref_logprobs\[0\] holds NaN or infinity at a trained",
         ),
         ([[1.0, 1.0, -0.5, -1e300], [1.0, 1.0, -2.0]], r"ref_logprobs\[0\] holds NaN or infinity"),
-        ([["a"], [1.0]], "ref_logprobs is no list of lists of numbers"),
+        ([["a"], [1.0]], "ref_logprobs is not a list of lists of numbers"),
         (7, "ref_logprobs is missing or empty"),
     ],
 )
@@ -346,11 +346,11 @@ GOOD = [[], [-1.0], [-1.0], [-1.0]]
             [[], [-1.0], [], [-1.0]],
             "distill_logprobs[1][2] has 0 entries, distill_token_ids[1][2] has 1",
         ),
-        (ONE, [[], [-1.0], -1.0, [-1.0]], "distill_logprobs[1][2] is no list"),
+        (ONE, [[], [-1.0], -1.0, [-1.0]], "distill_logprobs[1][2] is not a list"),
         (
             ONE,
             [[], [-1.0], [-1.0], [1.0]],
-            "distill_logprobs[1][3] holds 1.0 for token 7, which is no logprob",
+            "distill_logprobs[1][3] holds 1.0 for token 7, which is not a logprob",
         ),
         (ONE, [[], [-1.0], [math.nan], [-1.0]], "distill_logprobs[1][2] holds nan for token 9"),
         (ONE, [[], [-math.inf], [-1.0], [-1.0]], "distill_logprobs[1][1] holds -inf for token 7"),

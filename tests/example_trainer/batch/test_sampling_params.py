@@ -68,18 +68,18 @@ def test_parts_of_one_temperature_need_not_add_up() -> None:
         (
             {"temperature": 0},
             SamplingRules(),
-            "sequence 2 was sampled at temperature 0, greedily, which is no distribution",
+            "sequence 2 was sampled at temperature 0, greedily, which is not a distribution",
         ),
-        ({"temperature": -1.0}, SamplingRules(), "at temperature -1, which is no distribution"),
+        ({"temperature": -1.0}, SamplingRules(), "at temperature -1, which is not a distribution"),
         (
             {"temperature": math.inf},
             SamplingRules(),
-            "at temperature inf, which is no distribution",
+            "at temperature inf, which is not a distribution",
         ),
         (
             {"temperature": math.nan},
             SamplingRules(),
-            "at temperature nan, which is no distribution",
+            "at temperature nan, which is not a distribution",
         ),
         (
             [{"temperature": 1, "tokens": 2}, {"temperature": 0, "tokens": 1}],
@@ -114,15 +114,15 @@ def test_parts_of_one_temperature_need_not_add_up() -> None:
         (
             {"temperature": "warm"},
             SamplingRules(),
-            r"sampling_params\[2\] has temperature 'warm', which is no finite number",
+            r"sampling_params\[2\] has temperature 'warm', which is not a finite number",
         ),
         (
             {"temperature": 1, "top_p": math.nan},
             SamplingRules(),
-            "top_p nan, which is no finite number",
+            "top_p nan, which is not a finite number",
         ),
-        ("hot", SamplingRules(), r"sampling_params\[2\] is no object of numbers"),
-        ([], SamplingRules(), "is no object of numbers"),
+        ("hot", SamplingRules(), r"sampling_params\[2\] is not an object of numbers"),
+        ([], SamplingRules(), "is not an object of numbers"),
         (
             {"temperature": 1e-46},
             SamplingRules(),
@@ -132,22 +132,22 @@ def test_parts_of_one_temperature_need_not_add_up() -> None:
         (
             {"temperature": 1e39},
             SamplingRules(),
-            r"at temperature 1e\+39, which is no distribution",
+            r"at temperature 1e\+39, which is not a distribution",
         ),
         (
             [{"temperature": 1, "tokens": 2}, {"temperature": 0.5, "tokens": 2}],
             SamplingRules(),
-            r"says how \[2, 2\] tokens were sampled, at different temperatures, and the mask leaves 3 .*turns that are masked",
+            r"has parts of \[2, 2\] tokens, at different temperatures, and the mask leaves 3 .*masked turns",
         ),
         (
             [{"tokens": 2}, {"temperature": 0.5, "tokens": 2}],
             SamplingRules(),
-            r"says how \[2, 2\] tokens",
+            r"has parts of \[2, 2\] tokens",
         ),
         (
             [{"temperature": 1, "tokens": -1}],
             SamplingRules(),
-            r"says how \[-1\] tokens were sampled, of which none",
+            r"has parts of \[-1\] tokens, but none",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_old_rollouts_train_at_the_options_temperature_with_one_note(
     for groups in ([make_group()], [at(0.75, None), make_group()], [at(1, 1)]):
         packed = made.read(groups, 0)  # what is noted is noted of the first
     assert [r.getMessage() for r in caplog.records] == [
-        "2 of 2 sequences do not say at which temperature they were sampled; such are taken to be of --temperature 0.5"
+        "2 of 2 sequences do not record at which temperature they were sampled; such are taken to be of --temperature 0.5"
     ]
     (((other,),),) = packed.minibatches
     (((one,),),) = made.read([at(0.75, None)], 0).minibatches
@@ -212,7 +212,7 @@ def test_processed_logprobs_of_a_temperature_that_nobody_said_are_warned_of(
         made.read([make_group()], 0)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "2 of 2 sequences do not say at which temperature they were sampled; such are taken to be of --temperature 1. The "
+        "2 of 2 sequences do not record at which temperature they were sampled; such are taken to be of --temperature 1. The "
         "logprobs of http://two:9001 are those at the temperature that it sampled at: unless that is the same, every ratio is "
         "wrong. Give that temperature as --temperature, or let the environment send sampling_params"
     )
@@ -228,7 +228,7 @@ def test_masking_by_finish_reasons_that_nobody_says_is_noted_once(
         packed = made.read([at(1, 1)], 0)
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "2 of 2 sequences do not say why their sampling ended, so --truncated-answers mask"
+        "2 of 2 sequences do not record why their sampling ended, so --truncated-answers mask"
     )
     assert packed.batch.trained_tokens == 5
 
