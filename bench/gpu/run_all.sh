@@ -80,19 +80,6 @@ if [[ $kind == 33-* || $kind == 4-exact || $kind == 4-whole-run ]]; then
   version=$("$python" -m bench.gpu.machine) || exit 1
   [[ -z ${DRY:-} ]] || tiny=(--device cpu --tiny) dry=(--device cpu)
 fi
-together() {
-  # Processes on one GPU compute at the same time under CUDA's MPS; in turns, two ranks on two GPUs seldom meet.
-  [[ -z ${DRY:-} && ${MPS:-1} == 1 ]] || return 0
-  local folder
-  folder=$(mktemp -d) && mkdir "$folder/pipe" "$folder/log" || exit 1
-  export CUDA_MPS_PIPE_DIRECTORY=$folder/pipe CUDA_MPS_LOG_DIRECTORY=$folder/log
-  # With CUDA_VISIBLE_DEVICES it would number those GPUs anew, for all of its programs.
-  env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d || {
-    echo "run_all: MPS does not start; MPS=0 does without" >&2
-    exit 1
-  }
-  trap 'echo quit | nvidia-cuda-mps-control' EXIT
-}
 case $kind in
   1)
     run 270 single_copy bench/weight_sync.py --parts single_copy --concurrency 64
@@ -145,7 +132,10 @@ case $kind in
     run 300 bi_on_off studies/bitwise/on_off.py --jobs 6
     ;;
   33-exact-steps-2)
-    together
+    # In turns on a GPU, two ranks on two GPUs seldom meet: under MPS they compute at the same time.
+    if [[ -z ${DRY:-} && ${MPS:-1} == 1 && -z ${CUDA_MPS_PIPE_DIRECTORY:-} ]]; then
+      exec "$python" -m bench.gpu.mps bash bench/gpu/run_all.sh "$kind" "$out"
+    fi
     modes=(deterministic_single_copy_tp2 deterministic_broadcast_tp2 deterministic_broadcast_tp2_fsdp2)
     asked=(--steps 200 --repeat 2 --seconds 440)
     # A CPU has no deterministic mode: it tries the script with one that learns alike.

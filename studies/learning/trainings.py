@@ -47,11 +47,9 @@ sys.path[0] = str(ROOT)
 import argparse
 import hashlib
 import json
-import os
 import shlex
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -61,6 +59,7 @@ from typing import Any
 import torch
 
 from bench.gpu.machine import describe
+from bench.gpu.mps import start_mps
 from bench.gpu.processes import BenchError, Child, tail
 from bench.gpu.runs import Results, run_and_report
 from bench.gpu.summary import table
@@ -420,34 +419,6 @@ def _digest(folder: Path, files: list[Path]) -> str:
                 f"{path.relative_to(folder)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
             )
     return whole.hexdigest()[:16]
-
-
-def start_mps(folder: Path, stack: ExitStack) -> dict[str, str]:
-    """Start CUDA's MPS for the programs that get the variables returned; it ends with the stack."""
-    variables = {
-        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
-        "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
-    }
-    for path in variables.values():
-        Path(path).mkdir(parents=True)
-
-    def control(*arguments: str, told: str | None = None) -> None:
-        command = ["nvidia-cuda-mps-control", *arguments]
-        try:
-            subprocess.run(
-                command,
-                env={**os.environ, **variables},
-                input=told,
-                text=True,
-                timeout=60,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise BenchError(f"--mps: {shlex.join(command)}: {error}; leave --mps out") from error
-
-    control("-d")
-    stack.callback(control, told="quit\n")
-    return variables
 
 
 def report(data: dict[str, Any], variants: Mapping[str, Variant] = VARIANTS) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu import mps
 from bench.gpu.processes import BenchError, Child, Task, Worker, all_stopped, ended_by_sigterm
 from bench.gpu.runs import Results
 from example_trainer.child_processes.guard import parents
@@ -85,6 +87,33 @@ def test_a_child_gets_gpus_among_those_of_this_program(
     with all_stopped(child):
         child.wait(20)
     assert (tmp_path / "log").read_text().split() == [told]
+
+
+CONTROL = """#!/bin/sh
+echo "$* $(cat) ${CUDA_VISIBLE_DEVICES:-all} $CUDA_MPS_PIPE_DIRECTORY" >> "$TOLD"
+"""
+
+
+def test_a_command_runs_under_mps_which_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, told, seen = (tmp_path / n for n in ("nvidia-cuda-mps-control", "told", "seen"))
+    control.write_text(CONTROL)
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TOLD", str(told))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    script = f'echo "$CUDA_VISIBLE_DEVICES $CUDA_MPS_PIPE_DIRECTORY" > {seen}; exit 3'
+    assert mps.main(["sh", "-c", script]) == 3
+    gpus, pipe = seen.read_text().split()
+    assert gpus == "2,3"
+    assert [line.split() for line in told.read_text().splitlines()] == [
+        ["-d", "all", pipe],
+        ["quit", "all", pipe],
+    ]
+    control.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(BenchError, match="nvidia-cuda-mps-control -d"):
+        mps.main(["true"])
 
 
 def test_kill_minus_9_of_a_benchmark_takes_its_children_along(tmp_path: Path) -> None:
