@@ -50,12 +50,13 @@ from bench.gpu.processes import (
 )
 from bench.gpu.random_checkpoint import end_tokens
 from bench.gpu.runs import Results, run_and_report
-from bench.gpu.shapes import SHAPES
+from bench.gpu.shapes import PEAK_FLOPS, SHAPES, active_parameters, model_bytes, tiny_of
 from bench.gpu.summary import gaps_of, table
 from bench.gpu.training_stack import Row, RowsAsTheyCome, TrainingStack, answers, wait_for_end
 from bench.gpu.vllm_server import ServerOptions, VllmServer
 from bench.measured import Options, command_line
 from example_trainer.launcher import roles
+from studies.starter_model import mixture
 
 PARTS = ("ours", "trl", "deterministic")
 STARTER = ROOT / "assets" / "starter_model"
@@ -113,6 +114,23 @@ def summarise(rows: list[tuple[float, Row]], leave_out: int) -> dict[str, Any]:
     return found
 
 
+def per_gpu(figures: dict[str, Any], gpus: int) -> dict[str, Any]:
+    """Return the figures of `summarise` for each of the trainer's GPUs.
+
+    mfu is the share of PEAK_FLOPS in the time of forward, backward and optimizer. The arithmetic of
+    a mixture counts the experts that a token goes to.
+    """
+    found = {
+        "trainer_gpus": gpus,
+        "trained_tokens_per_second_and_gpu": round(figures["trained_tokens_per_second"] / gpus, 1),
+        "update_seconds": round(figures["seconds_by_phase"]["sync"] / figures["steps"], 4),
+    }
+    if "flops_per_second_of_training" in figures:
+        rate = figures["flops_per_second_of_training"] / gpus
+        found["mfu"] = round(rate / PEAK_FLOPS, 4)
+    return found
+
+
 def longest_gap(streams: list[list[float]], since: float) -> float | None:
     """Return the most seconds between two tokens of a stream that came after a moment; None if none
     did.
@@ -131,6 +149,9 @@ class WholeRun:
         self.model = (args.checkpoint or work / "model").resolve()
         if args.dry_run:
             self.model = STARTER
+        if args.dry_run and args.shape == "tiny-mixture":
+            self.model = work / "mixture"
+            mixture.main(["--output", str(self.model)])
         self.results = Results(args.output / f"{args.name}.json", settings=self._settings())
         self.servers: dict[str, Child] = {}
 
@@ -149,7 +170,9 @@ class WholeRun:
         shown += ["cache_gib", "dry_run", "tensor_parallel", "trainer_ranks"]
         settings = {name: getattr(self.args, name) for name in shown}
         return settings | {
-            "end_tokens": len(end_tokens(SHAPES[self.args.shape]["vocab_size"], self.args.cap))
+            "model_bytes": model_bytes(self.args.shape),
+            "active_parameters": active_parameters(self.args.shape),
+            "end_tokens": len(end_tokens(SHAPES[self.args.shape]["vocab_size"], self.args.cap)),
         }
 
     def run(self) -> None:
@@ -270,6 +293,8 @@ class WholeRun:
         client.stop()
         server.stop()
         figures = summarise(rows, self.args.leave_out)
+        if part != "trl":
+            figures |= per_gpu(figures, self.args.trainer_ranks)
         gap = longest_gap(seen["streams"], rows[self.args.leave_out - 1][0])
         return figures | found | {"longest_gap_seconds": gap, "client_failures": seen["failures"]}
 
@@ -431,6 +456,11 @@ def _version(package: str) -> str | None:
         return None
 
 
+def percent(share: float | None) -> str:
+    """Return a share as a table shows it; `-` if there is none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
 def report(data: dict[str, Any]) -> str:
     """A table of the parts, and why others are missing."""
     rows, notes = [], []
@@ -446,13 +476,15 @@ def report(data: dict[str, Any]) -> str:
         )
         rows.append(
             [part, found["steps"], round(found["trained_tokens_per_second"]), f"{100 * found['waiting_share']:.1f} %",
-             found["mean_length"], found["samples_thrown_away"], found["longest_gap_seconds"], phases]
+             percent(found.get("mfu")), found["mean_length"], found["samples_thrown_away"],
+             found["longest_gap_seconds"], phases]
         )  # fmt: skip
     heads = [
         "",
         "steps",
         "trained tokens/s",
         "waits",
+        "mfu",
         "length",
         "thrown away",
         "longest gap s",
@@ -516,7 +548,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = command_line(__doc__, OPTIONS).parse_args(arguments)
     if args.dry_run:
         small = {
-            "shape": "tiny",
+            "shape": tiny_of(args.shape),
             "steps": 3,
             "leave_out": 1,
             "sequences": 16,

@@ -23,6 +23,7 @@ from torch import Tensor
 from bench.gpu.processes import answer_once
 from bench.gpu.shapes import SHAPES, write_model_folder
 from example_trainer.models.safetensors_writer import make_header
+from vllm_patching.weights.families import Geometry, parameters
 
 END_TOKENS_FROM = 150_000
 """First of the ids that end an answer, where the vocabulary is so large; the last ones
@@ -41,23 +42,15 @@ def end_tokens(vocab_size: int, cap: int) -> list[int]:
 
 def write(asked: dict[str, Any]) -> dict[str, Any]:
     """Write the folder. Returns its parameters and how many tokens end an answer."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     folder, shape = Path(asked["folder"]), dict(SHAPES[asked["shape"]])
     dtype = getattr(torch, shape.pop("torch_dtype"))
     ends = end_tokens(shape["vocab_size"], asked["cap"])
     config = AutoConfig.for_model(**shape | {"eos_token_id": ends})
     config.dtype = dtype
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    tied = (
-        set(getattr(model, "_tied_weights_keys", None) or ())
-        if config.tie_word_embeddings
-        else set()
-    )
-    shapes = {
-        name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied
-    }
+    planned = parameters(Geometry.from_config(SHAPES[asked["shape"]])).values()
+    shapes = {tensor.name: tensor.shape for one in planned for tensor in one.tensors}
     write_model_folder(folder, asked["shape"])
     config.save_pretrained(folder)
     _write_weights(folder, shapes, dtype)
@@ -65,7 +58,7 @@ def write(asked: dict[str, Any]) -> dict[str, Any]:
         json.dumps({"eos_token_id": ends, "bos_token_id": 0, "pad_token_id": 2})
     )
     _name_every_token(folder / "tokenizer.json", shape["vocab_size"])
-    return {"parameters": model.num_parameters(), "end_tokens": len(ends)}
+    return {"parameters": sum(one.size for one in planned), "end_tokens": len(ends)}
 
 
 def _write_weights(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:

@@ -43,9 +43,11 @@
 #       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels).
 #       33-moe-* (mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB): 33-moe-checks (one: router,
 #       experts and their gradients by themselves, and their speed; needs no server) · 33-moe-parity (one: 12 of its 48 layers,
-#       a million tokens) · 33-moe-sampling (one: all layers; vLLM without the mode, in its own and in ours) ·
+#       a million tokens) · 33-moe-exact-2 (two: the same of 24 layers, with two tensor-parallel ranks) · 33-moe-sampling (one: all layers; vLLM without the mode, in its own and in ours) ·
 #       33-moe-trainer (one: passes and steps at 4k, ordinary and exact) ·
 #       33-moe-update (two: all layers by broadcast) ·
+#       4-moe, 4-moe-update (four: vLLM on one and a trainer over three by FSDP2, as many layers as fit; 50 deterministic steps, and
+#       updates of all layers; MODEL names the folder for the random checkpoint, which is used again) ·
 #       33-moe-replay (one: the starter model as a mixture, ordinary, with router replay, and deterministic) ·
 #       33-moe-steps (one: 200 deterministic steps of it, twice, that must end in the same weights) ·
 #       The kinds of 33 name the installed vLLM in the names of their results, so that the same kind under two versions gives two
@@ -76,7 +78,7 @@ run() {
   echo "== $name took $((SECONDS - began)) s"
 }
 version='' tiny=() dry=()
-if [[ $kind == 33-* || $kind == 4-exact || $kind == 4-whole-run ]]; then
+if [[ $kind == 33-* || $kind == 4-exact || $kind == 4-whole-run || $kind == 4-moe* ]]; then
   version=$("$python" -m bench.gpu.machine) || exit 1
   [[ -z ${DRY:-} ]] || tiny=(--device cpu --tiny) dry=(--device cpu)
 fi
@@ -298,6 +300,27 @@ case $kind in
   33-moe-parity)
     run 535 moe_parity tests/gpu/check_parity_matrix.py --shape qwen3-30b-a3b-12l --at-a-time 2 --least-tokens 1000000 \
       --name "moe_parity$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-moe-exact-2)
+    run 540 moe_exact_2 tests/gpu/check_exact_layouts.py --shape qwen3-30b-a3b-24l --name "moe_exact_tp2$version" \
+      ${tiny[@]+"${tiny[@]}"}
+    ;;
+  4-moe)
+    # FSDP2 over three GPUs needs 97 GiB on each for all layers, which an H200 has, and 57 GiB for 24 of them.
+    shape=qwen3-30b-a3b
+    [[ $(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2> /dev/null || echo 0) -gt 120000 ]] || shape+=-24l
+    whole=(--seconds 525 --training-seconds 330 --parts deterministic)
+    [[ -z ${DRY:-} ]] || whole=(--dry-run --parts ours)
+    # Nothing is sampled ahead, so that every trained token is of the present weights, and is compared.
+    run 540 moe_whole_run bench/whole_run.py --shape "${SHAPE:-$shape}" --trainer-ranks 3 --steps 50 --leave-out 5 --sequences 128 \
+      --cap 256 --in-flight 128 --staleness 0 --ahead 0 --cache-gib 8 --trainer-flags "--tokens-per-microbatch 8192" \
+      "${whole[@]}" --name "moe_whole_run$version" ${QUESTIONS:+--questions "$QUESTIONS"} ${MODEL:+--checkpoint "$MODEL"}
+    ;;
+  4-moe-update)
+    ranks=(--trainer-ranks 3)
+    [[ -z ${DRY:-} ]] || ranks=(--trainer-ranks 2)
+    run 420 moe_update_fsdp3 bench/weight_sync.py --shape qwen3-30b-a3b "${ranks[@]}" --parts bridge --transfers direct --drawn \
+      --cache-gib 6 --concurrency 64 --name "moe_update_fsdp3$version" ${tiny[@]+"${tiny[@]}"}
     ;;
   33-moe-sampling)
     # As in 33-sampling-tp2, a CPU tries the ordinary mode alone.

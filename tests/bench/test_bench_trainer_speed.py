@@ -20,7 +20,7 @@ from bench import optimizer_choices, trainer_speed, whole_run
 from bench.gpu import ceiling, processes, random_checkpoint
 from bench.gpu.plain_decoder import PlainDecoder
 from bench.gpu.processes import BenchError
-from bench.gpu.shapes import SHAPES, shard_shapes
+from bench.gpu.shapes import PEAK_FLOPS, SHAPES, shard_shapes
 from bench.gpu.synthetic import Work, geometry_of, random_bin, random_weights
 from bench.gpu.training_stack import RowsAsTheyCome
 from bench.measured import COMMIT_VARIABLE
@@ -278,6 +278,22 @@ def test_the_first_steps_are_left_out_and_the_rest_is_over_the_wall_clock() -> N
         summarise(rows, 3)
 
 
+def test_figures_of_several_gpus_are_divided_by_their_number() -> None:
+    figures = {
+        "steps": 4, "trained_tokens_per_second": 900.0, "seconds_by_phase": {"sync": 2.0},
+        "flops_per_second_of_training": 0.5 * 3 * PEAK_FLOPS,
+    }  # fmt: skip
+    assert whole_run.per_gpu(figures, 3) == {
+        "trainer_gpus": 3,
+        "trained_tokens_per_second_and_gpu": 300.0,
+        "update_seconds": 0.5,
+        "mfu": 0.5,
+    }
+    del figures["flops_per_second_of_training"]
+    assert "mfu" not in whole_run.per_gpu(figures, 3)
+    assert [whole_run.percent(share) for share in (0.123, None)] == ["12.3 %", "-"]
+
+
 def test_the_longest_gap_is_that_of_a_stream_and_not_between_streams() -> None:
     streams = [[0.0, 5.0, 5.1], [9.0, 9.3], [20.0]]
     assert longest_gap(streams, 1.0) == 0.3
@@ -299,15 +315,19 @@ def test_rows_are_taken_when_their_line_is_whole(tmp_path: Path) -> None:
     assert rows.rows[0][0] <= rows.rows[1][0]
 
 
-def test_a_random_checkpoint_ends_answers_by_chance_and_names_every_token(tmp_path: Path) -> None:
-    vocab = SHAPES["tiny"]["vocab_size"]
-    answer = random_checkpoint.write({"shape": "tiny", "folder": str(tmp_path), "cap": 64})
+@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture"])
+def test_a_random_checkpoint_ends_answers_by_chance_and_names_every_token(
+    tmp_path: Path, shape: str
+) -> None:
+    vocab = SHAPES[shape]["vocab_size"]
+    answer = random_checkpoint.write({"shape": shape, "folder": str(tmp_path), "cap": 64})
     ends = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
     assert answer["end_tokens"] == len(ends) == len(set(ends)) == 2 * vocab // 64
     assert max(ends) < vocab
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == ends
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert model.num_parameters() == answer["parameters"]
+    assert not any(loading.values()), loading
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == vocab
     assert all(tokenizer.convert_ids_to_tokens(number) for number in range(vocab))
