@@ -48,6 +48,9 @@
 #       33-moe-update (two: all layers by broadcast) ·
 #       4-moe, 4-moe-update (four: vLLM on one and a trainer over three by FSDP2, as many layers as fit; 50 deterministic steps, and
 #       updates of all layers; MODEL names the folder for the random checkpoint, which is used again) ·
+#       33-moe-model (one: makes MODEL, the mixture of 33-moe-learning) · 33-moe-learning (any number: 18 trainings of 400 steps; five at
+#       a time on each of four GPUs end in one call. The same again goes on; LIMIT=1700 in the background, with JOBS=12, takes less
+#       GPU time) ·
 #       33-moe-replay (one: the starter model as a mixture, ordinary, with router replay, and deterministic) ·
 #       33-moe-steps (one: 200 deterministic steps of it, twice, that must end in the same weights) ·
 #       The kinds of 33 name the installed vLLM in the names of their results, so that the same kind under two versions gives two
@@ -321,6 +324,19 @@ case $kind in
     [[ -z ${DRY:-} ]] || ranks=(--trainer-ranks 2)
     run 420 moe_update_fsdp3 bench/weight_sync.py --shape qwen3-30b-a3b "${ranks[@]}" --parts bridge --transfers direct --drawn \
       --cache-gib 6 --concurrency 64 --name "moe_update_fsdp3$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
+  33-moe-model)
+    made=(--shape mixture --seconds 360)
+    [[ -z ${DRY:-} ]] || made=(--shape tiny-mixture --device cpu --workers 0)
+    timeout -k 25 570 "$python" -u -m studies.word_problems.make_model --output "${MODEL:?the folder to write}" "${made[@]}" || status=1
+    ;;
+  33-moe-learning)
+    # As many at a time on each GPU as end in the limit; an earlier mixtures.json in ADD is gone on with.
+    study=(--model "${MODEL:-}" --steps 400 --jobs "${JOBS:-5}" --mps --cache-gib 1 --seconds "${LIMIT:-550}")
+    study+=(--run-timeout "${LIMIT:-550}" --start-seconds 80 --step-seconds 0.9 ${ADD:+--add-to "$ADD"})
+    [[ -z ${DRY:-} ]] || study=(--device cpu --tiny)
+    [[ -n ${DRY:-} || -n ${MODEL:-} ]] || { echo "run_all: MODEL names the folder of 33-moe-model" >&2; exit 2; }
+    run $((${LIMIT:-550} + 25)) moe_learning studies/learning/mixtures.py "${study[@]}"
     ;;
   33-moe-sampling)
     # As in 33-sampling-tp2, a CPU tries the ordinary mode alone.
