@@ -247,7 +247,7 @@ class Run:
         )
         self.model = STARTER
         if mode.mixture:
-            self.model = work / "mixture"
+            self.model = work / "mixture model"
             mixture.main(["--output", str(self.model)])
         self.processes = TrainingStack(name, args.output, work, stack, args.device == "cpu")
         servers = 1 if mode.own_server else len(mode.servers)
