@@ -90,7 +90,7 @@ class StopSignal:
 
 class _Formatter(logging.Formatter):
     """`07:53:11 message`; what is not plain information starts with its level, so that `grep ERROR`
-    finds it. A rank other than 0 says which it is: `WARNING 07:53:11 [rank 1] message`.
+    finds it. A rank other than 0 adds its number: `WARNING 07:53:11 [rank 1] message`.
     """
 
     def __init__(self, rank: str = "0") -> None:
@@ -107,8 +107,8 @@ class _Formatter(logging.Formatter):
 
 
 def log_to_stdout() -> None:
-    """Send this project's log lines to standard output, and other libraries' warnings. Of several
-    ranks, rank 0 logs everything, and the others log warnings and errors only.
+    """Send this project's log lines to standard output, and other libraries' warnings. If there are
+    several ranks, rank 0 logs everything, and the others log warnings and errors only.
     """
     rank, level = "0", logging.INFO
     if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -176,8 +176,8 @@ def keep_experts_plain(args: argparse.Namespace) -> None:
 
 
 def avoid_multicast(args: argparse.Namespace) -> None:
-    """Leave out what ranks of vLLM do by NVLink multicast where the environment says that there is
-    none.
+    """Switch off what ranks of vLLM do by NVLink multicast, if the environment has none by its
+    variables.
 
     vLLM's fused sum and norm chooses it all the same, and the capture of CUDA graphs ends in an
     illegal memory access.

@@ -18,8 +18,8 @@ class VLLMCompatibleFlashAttention(nn.Module):
     """Causal attention: vLLM's FlashAttention with one split forward, a fixed order of sums
     backward. No parameters.
 
-    The axes are TorchTitan's and those of torch's scaled_dot_product_attention: heads before
-    length. Packed sequences have one dimension less, so no shape can be read in two ways.
+    The axes are as in TorchTitan and in torch's scaled_dot_product_attention: heads before length.
+    Packed sequences have one dimension less, so no shape can be read in two ways.
 
     Example:
         attention = VLLMCompatibleFlashAttention()
@@ -106,7 +106,7 @@ class FlashAttnWithBackward(torch.autograd.Function):
     Example:
         out = FlashAttnWithBackward.apply(q, k, v, cu_seqlens, max_seqlen, scale)
 
-    The arguments of `apply` are those of `forward`.
+    `apply` has the arguments of `forward`.
     """
 
     @staticmethod

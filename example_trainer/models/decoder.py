@@ -7,7 +7,7 @@ server without being renamed or fused again. As in vLLM, what a layer adds to th
 apart from that, and the next norm adds them.
 
 The family's table (`vllm_patching/weights/families.py`) names the blocks of a layer and the shapes
-of all parameters. The computation of each block is here, and its functions are those of a table of
+of all parameters. The computation of each block is here, and calls the functions of a table of
 operations (`models/ops`).
 """
 
@@ -341,7 +341,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and its experts, of which a few compute each token (arXiv:1701.06538).
+    """A router and its experts; a few of them compute each token (arXiv:1701.06538).
 
     The inner width of each expert is split over ranks; each rank has the whole router.
     """
@@ -463,7 +463,7 @@ class Decoder(nn.Module):
         self.gradient_checkpointing = False
         self.arithmetic = Arithmetic(ops or choose_operations(device, dtype), plan)
         if layers := geometry.sparse_layers:
-            # Of ranks that split a layer, all see the same tokens: one adds the losses of routers.
+            # All ranks that split a layer see the same tokens: one adds the losses of routers.
             self.arithmetic.routers = Routers(layers, geometry.num_experts, split.rank == 0)
         blueprint = Blueprint(geometry, dtype, device, split, self.arithmetic)
         self.model = Stack(blueprint)

@@ -14,7 +14,7 @@ from example_trainer.models.shards import Split, Total, add_product, deliver, wi
 
 
 def default_chunk(device: torch.device) -> int:
-    """Tokens whose logits exist at the same time, if nobody says.
+    """Tokens whose logits exist at the same time, unless another number is given.
 
     Few on a CPU, where they are tables in float32. On a GPU enough that going over the sum of the
     output matrix's gradient, once for each chunk, hardly counts.

@@ -45,7 +45,7 @@ _COPIED_SUFFIXES = {
 
 
 def find_checkpoint(name: str) -> Path:
-    """The folder that holds a model, fetched from the Hugging Face hub if `name` is no local
+    """The folder that holds a model, fetched from the Hugging Face hub unless `name` is a local
     folder.
 
     Raises:
@@ -113,8 +113,8 @@ def read_geometry(folder: Path) -> tuple[Geometry, dict[str, Any]]:
 
 
 def checkpoint_dtype(folder: Path) -> torch.dtype:
-    """The dtype that the checkpoint's weights are stored in, by its config (float32 where it says
-    nothing).
+    """The dtype that the checkpoint's weights are stored in, by its config (float32 where it has
+    none).
     """
     _, config = read_geometry(folder)
     text = config.get("text_config") or {}
@@ -122,7 +122,7 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
     name = str(next(filter(None, stored), "float32"))
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ModelError(f"{folder / 'config.json'}: dtype {name!r} is no torch dtype")
+        raise ModelError(f"{folder / 'config.json'}: dtype {name!r} is not a torch dtype")
     return dtype
 
 
@@ -208,7 +208,7 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     where: dict[str, Any] = {}
     for file in files:
         handle = stack.enter_context(safe_open(file, framework="pt"))
-        for name in handle.keys():  # noqa: SIM118 - a safetensors file is no mapping
+        for name in handle.keys():  # noqa: SIM118 - a safetensors file is not a mapping
             where[name] = handle
     return where
 
@@ -331,7 +331,7 @@ def write_checkpoint(
 
     Raises:
         OSError: the disk is full or not writable.
-        ValueError: the weights are not those of the layout.
+        ValueError: the weights do not fit the layout.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]

@@ -200,8 +200,8 @@ class Routers:
     Args:
         layers: numbers of the layers that have experts.
         experts: in each of them.
-        adds_losses: this rank gives the losses' gradient. Of tensor-parallel ranks, which all see
-            the same tokens, one does.
+        adds_losses: this rank gives the losses' gradient. All tensor-parallel ranks see the same
+            tokens, so one of them does.
 
     Example:
         routers.begin_update(device)

@@ -1,7 +1,7 @@
 """Writing safetensors files one tensor at a time, so that what is written need never be in memory
 together.
 
-The format: 8 bytes with the header's length, a JSON header that says where each tensor's bytes are,
+The format: 8 bytes with the header's length, a JSON header with the place of each tensor's bytes,
 then these bytes, row-major and little-endian, one tensor after the other
 (https://github.com/huggingface/safetensors).
 """
@@ -85,7 +85,7 @@ def write_safetensors(
 
     Args:
         tensors: exactly the entries, in their order.
-        metadata: of the file, for those who load it.
+        metadata: of the file, for its readers.
         moved: see write_file.
 
     Raises:

@@ -221,7 +221,7 @@ class GradientSums:
         )
 
     def take(self) -> dict[str, Tensor]:
-        """Everything summed so far, by the parameter's name; the next addition begins anew."""
+        """Everything summed so far, by the parameter's name; the next addition begins at 0."""
         sums, self._sums = self._sums, {}
         for key in [key for key in sums if key.endswith(_HEAD_OF_TIED)]:
             head, name = sums.pop(key), key.removesuffix(_HEAD_OF_TIED)
@@ -303,7 +303,7 @@ class Shards:
     """One process holds every parameter whole. The base of the other ways, which spread them.
 
     A *local* tensor is what this rank holds of a parameter (of its float32 master, of its
-    gradient); a *whole* one is what a single process would hold. Methods that say "collective" are
+    gradient); a *whole* one is what a single process would hold. Methods marked "collective" are
     called by all ranks in the same order.
 
     Attributes:
@@ -398,7 +398,7 @@ class Shards:
         """Make local gradients, in place, what they are in the whole gradient. Collective."""
 
     def sum_figures(self, figures: Tensor) -> Tensor:
-        """A batch's figures from those of the parts that this rank worked on. Collective."""
+        """A batch's figures from the figures of this rank's parts. Collective."""
         return figures
 
     def release(self, model: torch.nn.Module) -> None:

@@ -3,7 +3,7 @@
 transformers computes the hidden states, packed. The logprobs and the entropy are ours, in chunks,
 and so is everything behind them: losses, optimizer, checkpoints. Its bits are not vLLM's.
 
-What transformers does with packed sequences depends on the class, on the device and on the kernels
+transformers' treatment of packed sequences depends on the class, on the device and on the kernels
 that are installed. So a model shows it before it is used: see `prepare`.
 """
 
@@ -130,7 +130,7 @@ class TransformersModel(Decoder):
     of the text part, such as a vision tower, are frozen.
 
     Args:
-        dtype: of the parameters, except for those that checkpoints hold in float32.
+        dtype: of the parameters, unless checkpoints hold them in float32.
         computes_in: not given: that.
 
     Attributes:
@@ -347,7 +347,7 @@ class TransformersModel(Decoder):
 
     @contextmanager
     def _embeddings(self) -> Iterator[list[Tensor]]:
-        """Collect embeddings, in place of which their copies are used."""
+        """Collect embeddings, and use copies in their place."""
         collected: list[Tensor] = []
 
         def copied(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

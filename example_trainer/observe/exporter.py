@@ -95,7 +95,8 @@ GAUGES = {
     "reward_mean": ("reward_mean", "Mean score of the step's sequences"),
     "success_rate": (
         "success_rate",
-        "Share of the step's sequences that solved their item, of those that say so",
+        "Share of the step's sequences that solved their item, among sequences with a known "
+        "success",
     ),
     "reward_std": ("reward_std", "Standard deviation of the step's scores"),
     "loss": ("loss", "Loss of the step"),
@@ -330,7 +331,8 @@ class MetricsServer:
             self.http = BoundedWSGIServer(host, port, make_wsgi_app(self.registry))
         except OSError as error:
             raise ConfigError(
-                f"--metrics-port {port} on --metrics-host {host}: {error.strerror or error}; give a port that nobody listens "
+                f"--metrics-port {port} on --metrics-host {host}: {error.strerror or error}; give "
+                "a port that no program listens "
                 "on (`ss -ltn` lists them), or 0"
             ) from error
         self._thread = threading.Thread(target=self.http.serve_forever, name="figures", daemon=True)

@@ -39,10 +39,10 @@ class EvaluationFile:
 
     Args:
         path: the file. A new run moves that of an earlier one aside, as it does with metrics.jsonl.
-        continued: whether the run is resumed. What is in the file then stays, later steps than the
-            one resumed from too: the weights that were measured there were those, even if they have
-            been learned anew. Lines that cannot be read stay, with a warning; half a line at the
-            end, as of a trainer that was killed, is cut off.
+        continued: whether the run is resumed. The file's lines then stay, later steps than the one
+            resumed from too: they measured the weights of that time, even if these steps are
+            trained again. Lines that cannot be read stay, with a warning; half a line at the end,
+            as of a trainer that was killed, is cut off.
     """
 
     def __init__(self, path: Path, continued: bool) -> None:
@@ -65,7 +65,8 @@ class EvaluationFile:
                 unreadable.append(number)
         if unreadable:
             logger.warning(
-                "%d lines of %s are no evaluations, the first is line %d; they stay, and are passed over",
+                "%d lines of %s are not evaluations, the first is line %d; they stay, and are "
+                "passed over",
                 len(unreadable), path, unreadable[0],
             )  # fmt: skip
         if half:
@@ -432,7 +433,7 @@ def _prepare(path: Path, first_step: int) -> None:
                 kept.append(line)
         if unreadable:
             logger.warning(
-                "%d lines of %s are no rows of figures; they stay, and are passed over",
+                "%d lines of %s are not rows of figures; they stay, and are passed over",
                 unreadable,
                 path,
             )

@@ -1,8 +1,8 @@
 """Logprobs, entropies and advantages of a few sequences of a step, sent back with the
 acknowledgement for the page of rollouts.
 
-It costs a step next to nothing. Sequences are chosen on the host before the first pass; what is
-told of them is copied to pinned memory behind the kernels that made it, and read when the step's
+It costs a step next to nothing. Sequences are chosen on the host before the first pass; their
+values are copied to pinned memory behind the kernels that made them, and read when the step's
 figures have been waited for anyway.
 """
 

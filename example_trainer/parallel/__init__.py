@@ -1,3 +1,3 @@
-"""One trainer of several processes: who they are, how they agree, and how the model's parameters
+"""One trainer of several processes: their numbers, how they agree, and how the model's parameters
 are spread over them.
 """

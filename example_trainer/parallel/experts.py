@@ -1,7 +1,7 @@
 """Expert parallelism: each rank holds some experts of every layer, and tokens travel to them.
 
-Of N ranks, rank r holds the experts from r · E / N on. A layer sends each token's row to the ranks
-of its experts, and their outputs come back:
+With N ranks, rank r holds the experts from r · E / N on. A layer sends each token's row to the
+ranks of its experts, and their outputs come back:
 
     token ── its choices ──► rows ── all-to-all ──► experts ── all-to-all ──► outputs ──► weighted sum
 

@@ -34,7 +34,7 @@ class FsdpShards(Shards):
     them.
 
     Attributes:
-        divided: names of parameters of which the model's own have a part of the whole's rows, and
+        divided: names of parameters whose rows in the model are one part of the whole's rows, and
             the number of parts.
     """
 

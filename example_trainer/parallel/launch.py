@@ -31,8 +31,8 @@ from example_trainer.errors import ConfigError
 from example_trainer.parallel.launched import LAUNCHER_VARIABLE
 from example_trainer.process import StopRequested, StopSignal
 
-# The variables that describe the ranks of a job to a process: who started it, which rank it
-# is, and where the ranks meet.
+# The variables that describe the ranks of a job to a process: the program that started it, its
+# rank, and the place where the ranks meet.
 
 LOOPBACK = "127.0.0.1"
 STORE_VARIABLE = "LOCKSTEP_RANK_STORE"
@@ -225,8 +225,8 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subpro
 
 
 def caught_signals(pid: int) -> set[int]:
-    """Signals for which a process has handlers; empty if it has ended or the kernel does not
-    say.
+    """Signals for which a process has handlers; empty if it has ended or the kernel does not list
+    them.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()

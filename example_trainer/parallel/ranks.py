@@ -186,7 +186,8 @@ class Ranks:
             return RankError(f"rank {self.rank} gave up {what}: {reason}")
         return RankError(
             f"rank {self.rank} of {self.world_size} lost another rank while {what} ({first_line(error)}); "
-            "the log names the rank that ended first, whose last lines say why; start again with --resume auto"
+            "the log names the rank that ended first, whose last lines have the reason; start "
+            "again with --resume auto"
         )
 
     def reason_of_another(self, seconds: float = _REASON_SECONDS) -> str:
@@ -212,7 +213,7 @@ class Ranks:
         return ""
 
     def announce_failure(self, error: BaseException) -> None:
-        """Leave the reason of this rank's end for the others, who will find their connections
+        """Leave the reason of this rank's end for the others, which will find their connections
         broken. Not collective.
         """
         if self._store is None:
@@ -230,8 +231,8 @@ class Ranks:
             return  # the store has gone with the process that held it
 
     def claim(self, name: str) -> bool:
-        """Not collective. Take a name that one rank alone can have. Whether it is this one's: no
-        other had taken it.
+        """Not collective. Take a name that one rank alone can have. Return True if no other rank
+        had taken it.
 
         Raises:
             RankError: the store has gone with the rank that held it.
@@ -239,7 +240,8 @@ class Ranks:
         return self._count(name, 1) == 1
 
     def is_claimed(self, name: str) -> bool:
-        """Not collective. Whether a rank has taken this name. Raises RankError as `claim` does."""
+        """Not collective. Return whether a rank has taken this name. Raises RankError as
+        `claim`."""
         return self._count(name, 0) > 0
 
     def _count(self, name: str, more: int) -> int:
@@ -305,7 +307,7 @@ class AgreedStop(StopSignal):
 
     def wait(self, seconds: float) -> None:
         raise NotImplementedError(
-            "ranks do not sleep together; wait on rank 0, and tell the others"
+            "ranks do not sleep together; wait on rank 0, and send the others a message"
         )
 
 

@@ -34,11 +34,12 @@ class ParameterServerOptions(Section):
     part: str = Field(
         "1/1",
         description="which of several parameter servers this is, as 2/3: it serves every third of --vllm-servers from the "
-        "second on, and its share of those that join; all are given the same list",
+        "second on, and its share of servers that join; all are given the same list",
     )
     atropos_url: HttpAddress | None = Field(
         None,
-        description="rollout service: shows the fleet, and says who joins; not given: the fleet is --vllm-servers",
+        description="rollout service: shows the fleet, and lists servers that join; not given: the "
+        "fleet is --vllm-servers",
     )
     atropos_api_key: SecretStr | None = Field(
         default_factory=from_variable("atropos_api_key"),
@@ -46,7 +47,7 @@ class ParameterServerOptions(Section):
     )
     vllm_api_key: SecretStr | None = Field(
         default_factory=from_variable("vllm_api_key"),
-        description="bearer token of the vLLM servers, and the one that the trainer must have here",
+        description="bearer token of the vLLM servers, which the trainer needs here as well",
     )
     pull_every: int = Field(
         1, ge=1, description="bring a vLLM server up to date when it is so many versions behind"

@@ -32,7 +32,7 @@ from vllm_patching.server.routes import add_bridge_routes
 from vllm_patching.server.state import VersionSpans, Weights
 from vllm_patching.server.timeline import PushTimeline
 
-# What the bridge asks of vLLM's engine, for a process that holds weights and samples nothing.
+# The bridge's calls of vLLM's engine, for a process that holds weights and samples nothing.
 
 Call = Callable[[str, Sequence[Any]], list[Any]]
 """Calls a method of every rank's receiver with these arguments; one answer of each, by rank."""
@@ -205,8 +205,8 @@ class HeldController(BridgeController):
         return Weights(state.weight_epoch, state.weight_version)
 
     async def quarantine(self, epoch: int, reason: str) -> dict[str, Any]:
-        """The trainer goes on without this parameter server, whose push failed or is late. What it
-        holds whole is as good as before: it is handed out until a later push has come.
+        """The trainer goes on without this parameter server, whose push failed or is late. Its last
+        whole weights are as good as before: they are handed out until a later push has come.
         """
         return await self.abort(epoch, reason)
 
@@ -242,7 +242,7 @@ class ReceivingServer:
             timeout: seconds for each step of an update.
             folder: where vllm_bridge_config.json goes.
             host, port: where to listen.
-            door: who is let in.
+            door: lets requests in.
             facts: more of what /bridge/info answers.
         """
         self._call = call

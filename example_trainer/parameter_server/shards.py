@@ -79,8 +79,8 @@ class Shards:
     On the other ranks a thread answers.
 
     Raises:
-        BridgeError: they did not meet within the ranks' timeout. The message says which shard, and
-            where.
+        BridgeError: they did not meet within the ranks' timeout. The message names the shard and
+            the place.
         RankError: one failed before.
     """
 
@@ -219,7 +219,7 @@ def meet(listening: socket.socket, place: str, key: str, ranks: Ranks) -> list[W
             came[rank] = wire
         else:
             logger.warning(
-                "[ParameterServer] somebody at %s came to %s who is no shard of this one",
+                "[ParameterServer] a program at %s came to %s that is not a shard of this one",
                 caller,
                 place,
             )

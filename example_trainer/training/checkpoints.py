@@ -171,7 +171,8 @@ class HostCopy:
             except TrainerError as error:
                 reason = str(error)
         logger.warning(
-            "Checkpoints are written without a copy, which takes %.1f GB (%s): an optimizer step that comes meanwhile waits "
+            "Checkpoints are written without a copy, which takes %.1f GB (%s): an optimizer step "
+            "that comes before then waits "
             "until they are on the disk", needed / 1e9, reason,
         )  # fmt: skip
 
@@ -812,8 +813,8 @@ def make_checkpoints(
     if not config.lora:
 
         def in_use(step: int) -> bool:
-            # A server that dies is started again on the checkpoint that it had: at first, the one
-            # that training went on from.
+            # A server that dies is started again on the checkpoint that it had: at first, the
+            # checkpoint that training went on from.
             return step == last or restarts_at(step)
 
         return Checkpoints(

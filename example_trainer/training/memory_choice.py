@@ -154,7 +154,8 @@ def share_elsewhere(
             continue
         if card.free < needs.share + OUTSIDE_SHARE:
             raise MemoryShortage(
-                f"the vLLM server needs about {needs} on GPU {gpu}, of which {card.free / 2**30:.2f} of "
+                f"the vLLM server needs about {needs} on GPU {gpu}, where {card.free / 2**30:.2f} "
+                "of "
                 f"{card.total / 2**30:.2f} GiB are free: name other GPUs with --vllm-gpus, end the programs that use this one "
                 '(nvidia-smi), or give --vllm-args "--max-model-len N" for shorter sequences'
             )

@@ -42,13 +42,13 @@ from vllm_patching.weights.families import (
 # others come and go: what is summed up here is, for each moment in which a step may be at its
 # greatest, everything that exists in it.
 #
-# How much one layer keeps for the backward pass is counted on `models/decoder.py` and on each table
-# of `models/ops`, tensor by tensor, in the manner of Korthikanti et al., "Reducing Activation
-# Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4); attention runs in kernels
-# that keep no length × length matrix (FlashAttention, arXiv:2205.14135). How much FSDP2 gathers and
-# reduces at the same time is counted on torch 2.11 to 2.13: a unit's parameters come in one flat
-# buffer and are copied out of it, the next unit's are under way meanwhile, and the unit before is
-# still being reduced, in float32.
+# The memory that one layer keeps for the backward pass is counted on `models/decoder.py` and on
+# each table of `models/ops`, tensor by tensor, in the manner of Korthikanti et al., "Reducing
+# Activation Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4); attention
+# runs in kernels that keep no length × length matrix (FlashAttention, arXiv:2205.14135). The memory
+# that FSDP2 gathers and reduces at the same time is counted on torch 2.11 to 2.13: a unit's
+# parameters come in one flat buffer and are copied out of it, while the next unit's are under way
+# and the unit before is still being reduced, in float32.
 
 FLOAT32 = 4
 ACTIVATIONS = "activations of the largest microbatch"
@@ -331,7 +331,7 @@ _OF_MLPS = frozenset(("gate_proj", "up_proj", "gate_up_proj", "down_proj"))
 def _experts_bytes(g: Geometry, s: int, table: Table, adapters: bool) -> int:
     """Bytes that the router and the experts of a layer keep for each token.
 
-    With E experts, of which k compute a token, and I their inner width:
+    With E experts, k of them for each token, and I their inner width:
 
                          fast, invariant         reference
         router           s · E                   4 · E                   the logits; their softmax
@@ -365,7 +365,7 @@ def _kept_by_torch(g: Geometry) -> int:
 
 
 def _layer_bytes(request: MemoryRequest) -> tuple[int, int]:
-    """Bytes that the layers keep for each token: all of them, and the one that keeps most."""
+    """Bytes that the layers keep for each token: all of them, and the largest one."""
     g = request.local
     of_kind = [
         layer_activation_bytes(
@@ -893,9 +893,9 @@ def require_memory(request: MemoryRequest, room: Room) -> MemoryPlan:
         on_gpu = plan_memory(replace(request, offload=False)).total
         raise MemoryShortage(
             f"{request.offloadable} in host memory (--optimizer-offload) need "
-            f"{needed / 2**30:.2f} GiB, of which "
-            f"{room.host / 2**30:.2f} are free; with them on {room.device} the training needs "
-            f"{on_gpu / 2**30:.2f} GiB, of which {room.free / 2**30:.2f} are free; what helps: "
+            f"{needed / 2**30:.2f} GiB, and {room.host / 2**30:.2f} are free; with them on "
+            f"{room.device} the training needs {on_gpu / 2**30:.2f} GiB, and "
+            f"{room.free / 2**30:.2f} are free; what helps: "
             f"{', or '.join(remedies(request, room))}; --skip-memory-check tries it all the same"
         )
     return plan

@@ -59,7 +59,7 @@ def choose_device(name: str, num_threads: int | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(
-            f"--device {name!r} is no device; give auto, cpu, cuda or cuda:N"
+            f"--device {name!r} is not a device; give auto, cpu, cuda or cuda:N"
         ) from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name!r} is not supported; give auto, cpu, cuda or cuda:N")

@@ -55,7 +55,7 @@ def free_host_memory(
 ) -> tuple[int, int]:
     """Bytes of RAM free and in all, within the limit of this process's control group.
 
-    What files lie in for speed is free.
+    Memory that only caches files counts as free.
     """
     lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
     values = {
@@ -692,8 +692,8 @@ class MasterAdamW:
         """Apply the summed gradients to the masters and forget them. Parameters that are not the
         masters stay as they are.
 
-        Whatever is raised before the masters are touched leaves `sound` true: the gradients can be
-        dropped.
+        An error that is raised before the masters are touched leaves `sound` true: the gradients
+        can be dropped.
 
         Raises:
             NonFiniteError: a gradient or, after the update, a weight is NaN or infinite; names the
@@ -909,8 +909,9 @@ class MasterAdamW:
         ]
         if converted:
             logger.warning(
-                "The saved moments of %d parameters, such as %s, were converted %s (--optimizer): the next steps are not those "
-                "of a run that was not interrupted",
+                "The saved moments of %d parameters, such as %s, were converted %s (--optimizer): "
+                "the next steps differ from "
+                "a run without an interruption",
                 len(converted), converted[0], "to 8 bits" if self._group_of[converted[0]] is self._groups[1] else "to float32",
             )  # fmt: skip
         self.steps, self.updates = steps, steps if updates is None else updates

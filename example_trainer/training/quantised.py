@@ -56,7 +56,7 @@ def can_be_quantised(shape: Sequence[int], spread: bool = False) -> bool:
 def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
     """The shape of the scales of a matrix: a row for each group of rows that are whole blocks.
 
-    Of stacked matrices each one counts as a row.
+    If matrices are stacked, each one counts as a row.
     """
     width = math.prod(shape[1:])
     rows = rows_of_blocks(width)

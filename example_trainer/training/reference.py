@@ -106,7 +106,8 @@ class ReferenceSettings:
         if theirs.vocab_size != self.vocab_size:
             raise ConfigError(
                 f"--model-name {self.model} has a vocabulary of {self.vocab_size} ids here, and the trainer's model one of "
-                f"{theirs.vocab_size}: these are not the same files, or the reference is no relative; give both the same model"
+                f"{theirs.vocab_size}: these are not the same files, or the models are not "
+                "related; give both the same model"
             )
         if theirs.dtype != self.dtype:
             raise ConfigError(

@@ -151,7 +151,7 @@ class SavedStep:
             return ""
         return (
             f"{self.path} was saved by {self.layout}, and this trainer has {layout}: it adds "
-            "gradients in another order, so the next weights are not those of a run without a break"
+            "gradients in another order, so the next weights differ from a run without a break"
         )
 
     @property
@@ -418,7 +418,8 @@ def _anew(folder: Path, model_name: str, now_ms: int, prefix: str) -> Start:
     if present := steps_in(folder, prefix):
         with_state = saved_steps(folder, prefix, skip_damaged=True)
         logger.warning(
-            "%s holds checkpoints up to step %d%s: %s starts anew and replaces equal steps (--resume auto continues); "
+            "%s holds checkpoints up to step %d%s: %s starts afresh and replaces equal steps "
+            "(--resume auto continues); "
             "it leaves the others as they are, optimizer states included",
             folder, max(present), f" ({_list(with_state)})" if with_state else "", run,
         )  # fmt: skip
@@ -432,7 +433,7 @@ def _newest_run(folder: Path, model_name: str, now_ms: int, prefix: str) -> Star
         name = max(saved, key=lambda one: one.run.begun).run.name
         current = max((one for one in saved if one.run.name == name), key=lambda one: one.order).run
     if current is None:
-        logger.info("No checkpoint in %s to go on from: starting anew", folder)
+        logger.info("No checkpoint in %s to go on from: starting a run", folder)
         return Start(new_run(model_name, folder, prefix, now_ms))
     _require_model("auto", current, model_name, folder)
     line = [one for one in saved if current.holds(one.run, one.step)]
@@ -442,7 +443,7 @@ def _newest_run(folder: Path, model_name: str, now_ms: int, prefix: str) -> Star
         beside = f"; {folder} also holds {_list(others)}, which --resume PATH would continue"
     if not line:
         logger.warning(
-            "%s began in %s and has no checkpoint to go on from: starting it anew%s",
+            "%s began in %s and has no checkpoint to go on from: starting it again%s",
             current,
             folder,
             beside,

@@ -41,7 +41,7 @@ from example_trainer.parallel.ranks import Ranks, first_line
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.optimizer import MasterAdamW, StepReport
 
-# How many batches in a row may fail before the run ends.
+# The limit of batches in a row that may fail before the run ends.
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class BatchGradients:
     """The gradients of a batch's updates: of each of its minibatches in turn, and that --ppo-epochs
     times.
 
-    How the batch is packed does not matter: every token's weight is its weight in its whole
+    The packing of the batch does not matter: every token's weight is its weight in its whole
     minibatch. With data-parallel ranks each adds the gradient of its own bins, and all get the
     whole batch's figures. Everything but the constructor is collective.
 
@@ -420,8 +420,8 @@ def response_logprobs(
 
 def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> None:
     """One pass over made-up tokens, whose gradient is forgotten: kernels are compiled when they are
-    first used, which takes a GPU longer than many steps, and environments sample a first batch
-    meanwhile. Collective.
+    first used, which takes a GPU longer than many steps. At the same time environments sample a
+    first batch. Collective.
     """
     device = model.output_weight.device
     length = max(1, min(64, model.geometry.max_positions // 2))
@@ -555,8 +555,8 @@ def _update(
     except ConfigError as error:
         if ranks.world_size == 1:
             raise
-        # What a loss function does depends on the bin. Here an error is this rank's alone, and its
-        # end must not be collective.
+        # A loss function may fail on one bin alone. Here an error is this rank's alone, and its end
+        # must not be collective.
         raise RankError(
             f"rank {ranks.rank}: {error}; others wait for it in a transfer, so this trainer cannot go on, nor save what is "
             "newer than its last checkpoint; mend the function, and start again with --resume auto"

@@ -43,8 +43,7 @@ from example_trainer.training.step import SkippedBatches, guarded_step, passes_a
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 from vllm_patching.protocol.timeline import Timeline, unix_ns
 
-# What is to be corrected needs the logprobs that rollouts were sampled with: whether they came
-# along.
+# A correction needs the logprobs that rollouts were sampled with: checks that they came along.
 
 _ASKED_FOR_BY = ("correction", "correction_high", "correction_low", "correction_ratio")
 
@@ -472,9 +471,7 @@ class Trainer:
             self.save()
         except Exception as failure:  # noqa: BLE001 - logged, and the first error is raised
             reason = " ".join(str(failure).split())
-            logger.error(
-                "What was learned since the last checkpoint could not be saved: %s", reason
-            )
+            logger.error("The steps since the last checkpoint could not be saved: %s", reason)
 
     def finish(self) -> None:
         """Complete the last checkpoint and acknowledgements, and write the last evaluations."""

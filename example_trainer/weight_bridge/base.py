@@ -44,8 +44,8 @@ class SyncReport:
         seconds: wall-clock seconds by phase, in the order in which the phases ran.
         first_byte_to_verified: seconds from before the first byte was sent (or written) to the
             answer that every rank holds and has checked the new weights; of several servers, all.
-        server_seconds: the server's own view by phase; `halted` is how long it did not generate. Of
-            several, the slowest one's.
+        server_seconds: the server's own view by phase; `halted` is how long it did not generate. If
+            there are several, the slowest one's.
         fleet: how many servers there are (`size`), and how many are good, quarantined, away and
             joining; empty if the bridge does not count them.
     """

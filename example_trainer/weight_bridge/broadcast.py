@@ -114,8 +114,8 @@ class BroadcastBridge(WeightBridge):
             hosts: so many machines must have a server when training begins; 0: any number.
             make_server: speaks to a server that joins later, by its address.
             board: shows the fleet's table, and returns the servers that are to join or leave.
-            port: where the servers meet this process; 0: any that is free; None: as the environment
-                says.
+            port: where the servers meet this process; 0: any that is free; None: the environment's
+                MASTER_PORT.
         """
         self._ranks = ranks or Ranks()
         given = [servers] if isinstance(servers, BridgeServer) else list(servers)
@@ -391,7 +391,7 @@ def _here(watch: Watch | None) -> Watch:
 
 
 def _required(make: Callable[[str], BridgeServer] | None) -> Callable[[str], BridgeServer]:
-    assert make is not None, "without servers there must be a way to those that join"
+    assert make is not None, "without servers there must be a way to servers that join"
     return make
 
 

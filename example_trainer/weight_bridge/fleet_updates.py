@@ -62,8 +62,8 @@ class RunningClock:
     """Seconds for which this process has run. Time in which it is stopped, or its machine sleeps,
     does not count.
 
-    Whoever asks it does so again and again, and is never longer between two looks than
-    `_TICK_SECONDS`. Thread-safe.
+    A caller asks it again and again, never longer than `_TICK_SECONDS` between two calls.
+    Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -258,7 +258,7 @@ class Member:
             self.ask()
         elif state["target_version"] is not None and state["epoch"] == self.epoch:
             self.server.abort(
-                self.epoch, "the trainer joins anew"
+                self.epoch, "the trainer joins again"
             )  # else what is left of that update keeps it waiting
         told = shapes(self.info)
         try:
@@ -353,7 +353,7 @@ def is_away(error: BaseException) -> bool:
 
 class Watch:
     """Looks at all members while they do the same step of an update. Names the servers not to wait
-    for, and logs the one that all wait for.
+    for, and logs the server that all wait for.
 
     Used as a context; any thread may read `lost` and `reasons`.
     """
@@ -838,7 +838,7 @@ class FleetUpdates:
         return len(there) >= self._keeper.fleet.least and len(hosts) >= self._hosts
 
     def prepare(self, shapes: Callable[[dict[str, Any]], Shapes], gpus: Sequence[str]) -> None:
-        """Say what this trainer sends (by a server's info), and from where; join the servers that
+        """Set what this trainer sends (by a server's info), and from where; join the servers that
         are there.
 
         Args:
@@ -867,7 +867,7 @@ class FleetUpdates:
                 raise error
         self._keeper.start()
 
-    # ---- whom it goes to ----
+    # ---- receivers ----
 
     def choose(self) -> list[UpdateGroup]:
         """Return the groups of servers to send to now. Waits while there are too few, and joins new
@@ -1108,7 +1108,7 @@ class FleetUpdates:
         lost = diagnose(evidence, self.patience, error)
         if not lost:
             logger.warning(
-                "[Fleet] %s; nobody says why: the %d servers are updated one by one",
+                "[Fleet] %s; no server gives a reason: the %d servers are updated one by one",
                 error,
                 len(urls),
             )
@@ -1162,7 +1162,7 @@ class FleetUpdates:
             self._keeper.tell()
         answers = at_once(calls, _CALL_OFF_SECONDS, self.patience, lambda _: True)
         for url, error in answers.failed.items():
-            logger.info("[Fleet] %s has not heard that it is quarantined: %s", url, error)
+            logger.info("[Fleet] %s does not know that it is quarantined: %s", url, error)
 
     def _blame(self, url: str, reason: str, away: bool, hopeless: bool, instance: str = "") -> None:
         self._keeper.members[url].joined = False

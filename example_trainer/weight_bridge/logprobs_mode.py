@@ -2,10 +2,9 @@
 
 A rollout's logprobs are divided into the trainer's own, token by token, so both must be of the same
 distribution. Started with `--logprobs-mode processed_logprobs`, vLLM hands out logprobs of the
-distribution that it samples from, and the trainer computes its own at the temperature that each
-sequence says. By vLLM's own default they belong to the model itself, whatever temperature it
-samples at (`raw_logprobs`): right for what was sampled at temperature 1 alone, and the rest is
-refused.
+distribution that it samples from, and the trainer computes its own at the temperature of each
+sequence. By vLLM's own default they belong to the model itself, whatever temperature it samples at
+(`raw_logprobs`): right for what was sampled at temperature 1 alone, and the rest is refused.
 
 The same answer of a server lists the fields of /generate, by which --router-replay finds a server
 without experts before the first batch.
@@ -46,12 +45,12 @@ def check_logprobs(
             options name.
 
     Returns:
-        which servers' logprobs belong to what they sample from, which are not, and of which it
-        is not known: see BatchReader.heed.
+        servers whose logprobs belong to what they sample from, servers whose logprobs do not, and
+        servers for which this is unknown: see BatchReader.heed.
 
     Raises:
-        ConfigError: a server's logprobs are not of the distribution that the trainer computes; says
-            what to change.
+        ConfigError: a server's logprobs are not of the distribution that the trainer computes; the
+            message has the remedy.
     """
     longest = 2 * QUICK_SECONDS + ranks.timeout
     found: dict[str, list[str]] = ranks.on_main(
@@ -110,7 +109,8 @@ def require_fitting(url: str, mode: str, temperature: float) -> None:
     """
     if mode not in (RAW, PROCESSED):
         raise ConfigError(
-            f"{url} hands out {mode}, which are no logprobs; start it with --logprobs-mode {RAW} or {PROCESSED}"
+            f"{url} hands out {mode}, which are not logprobs; start it with --logprobs-mode {RAW} "
+            f"or {PROCESSED}"
         )
     if mode == RAW and temperature != 1.0:
         raise ConfigError(

@@ -319,7 +319,8 @@ def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> bo
         )
         if mine != theirs:
             raise BridgeError(
-                f"the weights of --model-name {name} (checksum {mine}) are not those of {info['model']}, which {url} serves "
+                f"the weights of --model-name {name} (checksum {mine}) differ from "
+                f"{info['model']}, which {url} serves "
                 f"(rank {rank}: {theirs}): the adapter would be trained on another model than it is served on. Start both "
                 "with the same model."
             )

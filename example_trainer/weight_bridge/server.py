@@ -167,7 +167,8 @@ class BridgeServer(WeightServer):
         if self._instance not in (None, instance):
             raise BridgeError(
                 f"{what} is instance {instance}, and {self.url} was instance {self._instance} when asked for its layout: "
-                "it was restarted meanwhile, or another server is mixed up with it; start the trainer again with --resume auto"
+                "it was restarted since, or another server is mixed up with it; start the trainer "
+                "again with --resume auto"
             )
 
     def cohort(
@@ -261,9 +262,9 @@ class BridgeServer(WeightServer):
             raise
 
     def abort(self, epoch: int, reason: str) -> bool:
-        """Tell the server at once that an update will not be finished, and give the lease back:
-        without it the server gives the update up at its deadline, and serves nothing for as long as
-        this process lives and might still write.
+        """Call an update off at the server at once, and give the lease back: without it the server
+        gives the update up at its deadline, and serves nothing for as long as this process lives
+        and might still write.
 
         Call when nothing of this trainer is on the way to the server's memory any more.
 

@@ -86,7 +86,8 @@ class ServiceBoard:
         if reason not in self._said:
             self._said.add(reason)
             logger.warning(
-                "[Fleet] the rollout service at %s does not take the fleet's table: POST /fleet: %s; until it does, nobody "
+                "[Fleet] the rollout service at %s does not take the fleet's table: POST /fleet: "
+                "%s; until it does, no server "
                 "joins by /fleet/join, and status.sh shows an old table or none; %s",
                 self._url, told, remedy,
             )  # fmt: skip
@@ -105,7 +106,10 @@ def _remedy(status: int) -> str:
     if status == 401:
         return "give the service's key: --atropos-api-key, or ROLLOUT_API_KEY where this process is started"
     if status == 403:
-        return "do as it says, or start it with a key and give that here: --atropos-api-key, or ROLLOUT_API_KEY"
+        return (
+            "follow its message, or start it with a key and give that here: --atropos-api-key, or "
+            "ROLLOUT_API_KEY"
+        )
     if status == 409:
         return "another training has registered there: give this one a rollout service of its own with --atropos-url"
     if status in (200, 404, 405):

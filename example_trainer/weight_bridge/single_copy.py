@@ -171,7 +171,7 @@ class SingleCopyBridge(WeightBridge):
                 )
                 self._attach()
             elif (hung or isinstance(error, LeaseLost)) and not self._owes_lease:
-                logger.warning("[Bridge] %s: doing the update to version %d anew", error, version)
+                logger.warning("[Bridge] %s: doing the update to version %d again", error, version)
             else:
                 raise
         return self._update(version, write_weights, masters)
@@ -241,10 +241,10 @@ class SingleCopyBridge(WeightBridge):
             text for text in self._ranks.gather(handle, "sharing an event with vLLM") if text
         ]
         # Every rank writes, and the server must know of each whether it has ended.
-        told = self._ranks.gather(this_process().to_json(), "telling vLLM who writes")
+        told = self._ranks.gather(this_process().to_json(), "naming the writers to vLLM")
         writers = [Writer.from_json(process) for process in told]
         if self._owes_lease:
-            self._give_back("the trainer joins anew")
+            self._give_back("the trainer joins again")
         answer = self._post(
             "init",
             lambda: self._server.init(

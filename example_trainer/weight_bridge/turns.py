@@ -125,7 +125,7 @@ class Turns:
             self._ask("wake", epoch())
         except (TrainerError, RuntimeError) as error:
             logger.warning(
-                "[Turns] the server could not be told to sample again, and finds out by itself: %s",
+                "[Turns] the call to sample again failed, and the server finds out by itself: %s",
                 error,
             )
 

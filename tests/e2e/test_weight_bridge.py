@@ -309,7 +309,7 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     said = processes.finish(trainer, BRIDGE_TIMEOUT)
     held.join(BRIDGE_TIMEOUT)
     assert "the server's lease ran out" in said
-    assert "doing the update to version 1 anew" in said
+    assert "doing the update to version 1 again" in said
     state = server.state()
     assert (state["state"], state["weight_version"], state["engine"]) == ("serving", 1, "running")
     assert f"with checksum {state['checksums'][0]}" in said  # type: ignore[index]

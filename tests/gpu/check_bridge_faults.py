@@ -95,7 +95,7 @@ class Faults:
         stage.release(trainer)
         message = trainer.message(self.limit + stage.timeout + 15, "the stopped update")
         told = re.search(
-            rb"joining it again to send|doing the update to version \d+ anew",
+            rb"joining it again to send|doing the update to version \d+ again",
             trainer.log_path.read_bytes()[heard:],
         )
         if "error" not in message and not told:

@@ -72,7 +72,7 @@ class AdapterWriter:
     Args:
         model: has adapters, all of one dtype and on one device.
         settings: what they were made from.
-        base_model: id or folder of the base model, for whoever loads the adapter.
+        base_model: id or folder of the base model, for programs that load the adapter.
     """
 
     def __init__(self, model: Decoder, settings: LoraSettings, base_model: str) -> None:
@@ -157,7 +157,7 @@ def check_same_adapter(folder: Path, settings: LoraSettings, dtype: torch.dtype)
         if saved != asked:
             raise CheckpointError(
                 f"--resume: the adapter in {folder} was made with {flag} {_shown(saved)}, and this run has {_shown(asked)}; "
-                "give the same, or start anew in another --save-path"
+                "give the same, or start in another --save-path without --resume"
             )
 
 

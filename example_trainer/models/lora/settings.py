@@ -63,7 +63,7 @@ def parse_targets(names: list[str]) -> tuple[str, ...]:
     """Names of projections, or "all-linear" for all of them, in the order of PROJECTIONS and each once.
 
     Raises:
-        ValueError: a name is no projection; the message gives those that are.
+        ValueError: a name is not a projection; the message lists the projections.
     """
     unknown = [name for name in names if name not in (*PROJECTIONS, ALL_LINEAR)]
     if unknown:

@@ -1,7 +1,7 @@
 """The fast table, for 16-bit weights on GPUs: cuBLAS, a library's attention, and our Triton kernels
 for all between them.
 
-What it does about each thing that a plain decoder spends its time on (figures:
+The parts on which a plain decoder spends its time, and their treatment here (figures:
 bench/trainer_speed.py):
 
     matrix products    as many as there are, none more; a weight's gradient is added to its float32 sum by the product itself

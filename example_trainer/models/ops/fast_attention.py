@@ -33,7 +33,7 @@ _WIDEST_HEAD = 128
 def attention(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None = None
 ) -> Tensor:
-    """Causal attention of packed spans; k and v are those of what each span sees
+    """Causal attention of packed spans; k and v are of the tokens that each span sees
     (`packing.key_rows`).
 
     A span's queries are the last of its keys' positions: both libraries align the causal mask
@@ -56,7 +56,7 @@ def attention(
 
 
 def library_name(device: torch.device) -> str:
-    """Which of the two this GPU has, for whoever measures."""
+    """The library that this GPU uses, for the record of a measurement."""
     return f"FlashAttention {2 if _library(device) is _flash_attention_2 else 4}"
 
 
@@ -76,8 +76,7 @@ def _library(device: torch.device) -> _Attention:
                 f"it cannot be imported from vLLM ({error}); install requirements-gpu.txt",
             )
         else:
-            # Said by its compiler of an argument that is never given, and nothing that a user could
-            # mend.
+            # Its compiler warns of an argument that is never given, which no user could mend.
             warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
             return functools.partial(_flash_attention_4, flash_attn_varlen_func)
     cost = "Attention runs on PyTorch's FlashAttention 2, which takes about twice as long as FlashAttention 4"

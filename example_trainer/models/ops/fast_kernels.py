@@ -89,7 +89,7 @@ def _load_pairs(x, at, column, partner, live):
 
 @triton.jit
 def _turns(positions, table, row, tokens, pair, live, PAIRS: tl.constexpr):
-    """Cosine and sine by which each pair is rotated; 1 and 0 for those that stay."""
+    """Cosine and sine by which each pair is rotated; 1 and 0 for a pair that stays."""
     place = (
         tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * PAIRS) + pair[None, :]
     )
@@ -147,8 +147,8 @@ def _heads_gradient(
     NORMED: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one head of a block of tokens in qkv: rotated back, through the norm; those of
-    values are copied.
+    """Gradient of one head of a block of tokens in qkv: rotated back, through the norm; a value's
+    gradient is copied.
 
     partial[block, head] is the block's share of the gradient of the norm's weight.
     """
@@ -337,8 +337,8 @@ def heads_gradient(
     table: Tensor,
     interleaved: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Gradient of qkv from those of rotated queries and keys and of values, all contiguous; and
-    those of the two norms.
+    """Gradient of qkv from the gradients of rotated queries and keys and of values, all contiguous;
+    and the gradients of the two norms.
     """
     tokens, count, head_dim = dq.shape
     kv_heads = dk.shape[1]

@@ -138,13 +138,13 @@ def row_linear(
     """See Operations.row_linear.
 
     Forward: each rank computes its share of the parts, all ranks' parts are gathered in the order
-    of the ranks, and every rank adds all of them. The bits are those of vLLM with `parts`
+    of the ranks, and every rank adds all of them. The bits equal vLLM's with `parts`
     tensor-parallel ranks, for every number of trainer ranks that divides `parts`.
 
     Backward: each part gets the gradient of the sum, as if nothing were rounded. The gradient of x
-    is then one product over all columns of this rank, and so is that of the weight: they are those
-    of `linear`, exactly repeatable, and independent of `parts`. The weight gradient of a column
-    does not depend on the number of trainer ranks.
+    is then one product over all columns of this rank, and so is that of the weight: they are
+    computed as in `linear`, exactly repeatable, and independent of `parts`. The weight gradient of
+    a column does not depend on the number of trainer ranks.
 
     Raises:
         ValueError: the ranks cannot compute equal shares of the parts.
@@ -568,8 +568,8 @@ def chosen_logprobs(
     """See Operations.chosen_logprobs; logits in the model's dtype, then float32. Not given counts:
     one sequence.
 
-    Temperatures on a GPU are not waited for: who packs a batch refuses those other than 1, and one
-    that comes here anyway makes its token's logprob NaN.
+    This does not wait for temperatures on a GPU: the packing of a batch refuses temperatures other
+    than 1, and one that comes here anyway makes its token's logprob NaN.
 
     Raises:
         ValueError: a temperature other than 1, whose logprobs vLLM computes in another way.

@@ -140,7 +140,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _bounds(order: Tensor, ends: Tensor, begins: Tensor) -> Tensor:
-    """The rows [experts, spans + 1] at which each span begins among those of each expert.
+    """The rows [experts, spans + 1] at which each span begins among the rows of each expert.
 
     Args:
         order, ends: see Assigned.

@@ -50,7 +50,7 @@ def _kept_by_llama3(frequencies: Tensor, scaling: RopeScaling, theta: float) -> 
     """The share of each frequency that stays as it is: all of short wavelengths
     (arXiv:2407.21783).
     """
-    # How often a pair turns over the original context.
+    # Turns of a pair over the original context.
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     spread = scaling.high_freq_factor - scaling.low_freq_factor
     if not spread:
@@ -250,7 +250,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 
 def _mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
     """[queries, keys] where the last query sees every key in its window, the one before it one key
-    earlier, and so on; None if causal attention says so itself."""
+    earlier, and so on; None if causal attention has this mask itself."""
     before = len(k) - len(q)
     hides = window is not None and window < len(k)
     if not before and not hides:

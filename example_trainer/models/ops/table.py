@@ -5,8 +5,8 @@ kind of arithmetic.
     fast        kernels of our own and of libraries, for bf16 on GPUs
     invariant   vLLM's own kernels forward, sums in a fixed order backward: the bits of the sampler
 
-Each table is a module with the functions of `Operations`. What they have in common: tokens of all
-spans are packed into the first dimension; `packing` says where the spans are; heads come before the
+Each table is a module with the functions of `Operations`. All have in common: tokens of all spans
+are packed into the first dimension; `packing` has the places of the spans; heads come before the
 head's dimension. With a `total` the gradient of a weight is added to that float32 sum and autograd
 gets none; without one it goes autograd's way, in the weight's dtype.
 """
@@ -156,7 +156,7 @@ class Operations(Protocol):
         """Choose the experts of each token by logits [tokens, experts]: the most likely ones.
 
         Args:
-            count: experts of a token. Of equally likely ones the lower numbers are chosen.
+            count: experts of a token. If experts are equally likely, the lower numbers are chosen.
             renormalised: a token's weights are divided by their sum.
             chosen: [tokens, count] int64, experts to take instead of the most likely ones.
 

@@ -101,7 +101,7 @@ def add_expert_gradient(dy: Tensor, x: Tensor, total: Tensor, bounds: Tensor) ->
 
     Args:
         dy: [rows, outputs]; x: [rows, inputs], sorted by expert.
-        bounds: [experts, spans + 1], the first row of each span among those of an expert.
+        bounds: [experts, spans + 1], the first row of each span among an expert's rows.
     """
     for expert, firsts in enumerate(bounds.tolist()):
         for start, end in itertools.pairwise(firsts):

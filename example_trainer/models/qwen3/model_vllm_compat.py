@@ -28,8 +28,8 @@ class Qwen3VLLMCompatModel(Decoder):
     merged projections included.
 
     Args:
-        model_args: Qwen3ModelArgs, TorchTitan's own, or anything with the same attributes; those
-            that it lacks are as in Qwen3ModelArgs.
+        model_args: Qwen3ModelArgs, TorchTitan's own, or anything with the same attributes; missing
+            ones are as in Qwen3ModelArgs.
         dtype: of the parameters; not given: bfloat16 on a GPU, where vLLM's attention takes nothing
             wider, else float32.
         device: not given: that of an enclosing `with torch.device(...)`, else the GPU, if there is

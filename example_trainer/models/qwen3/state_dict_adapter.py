@@ -1,5 +1,4 @@
-"""Weights of a Qwen3 under the names of TorchTitan and Hugging Face, and under those of
-Qwen3VLLMCompatModel.
+"""Weights of a Qwen3 under the names of TorchTitan, of Hugging Face and of Qwen3VLLMCompatModel.
 
     TorchTitan                                   Hugging Face                              here, as in vLLM
     layers.0.attention.wq, wk, wv                model.layers.0.self_attn.q_proj, k_, v_   …self_attn.qkv_proj
@@ -66,7 +65,7 @@ class Qwen3StateDictAdapter:
         kinds.
 
         Args:
-            state_dict: names that nobody knows are passed on as they are.
+            state_dict: unknown names are passed on as they are.
             strict: also refuse a projection that lacks a part.
 
         Raises:

@@ -81,7 +81,7 @@ def test_a_damaged_line_and_a_rewriting_that_fails_lose_nothing(
     caplog.clear()
     MetricsLog(tmp_path, {}, first_step=1).close()
     assert file.read_text() == '{"step": 1}\nnot a row\n'
-    assert f"1 lines of {file} are no rows of figures" in caplog.text
+    assert f"1 lines of {file} are not rows of figures" in caplog.text
 
 
 def test_wandb_gets_neither_keys_nor_the_command_line_that_holds_them(

@@ -150,7 +150,8 @@ def test_a_shard_that_does_not_come_is_named_with_the_place_and_the_deadline(
         "shard 2 of 3 did not come to host-a:5 within 0.2 s (--rank-timeout); see what became"
     )
     assert (
-        caplog.text.count("somebody at 127.0.0.1 came to host-a:5 who is no shard of this one") == 4
+        caplog.text.count("a program at 127.0.0.1 came to host-a:5 that is not a shard of this one")
+        == 4
     )
     assert wrong not in caplog.text
 

@@ -27,7 +27,7 @@ def options(dtype: str = "auto", model: str = "any") -> TrainerConfig:
 @pytest.mark.parametrize(
     ("device", "fault", "told"),
     [
-        ("gpu0", "", "is no device; give auto, cpu, cuda or cuda:N"),
+        ("gpu0", "", "is not a device; give auto, cpu, cuda or cuda:N"),
         ("mps", "", "is not supported"),
         ("cuda:3", "", "this process sees 1 GPUs; look at CUDA_VISIBLE_DEVICES"),
         (

@@ -57,7 +57,7 @@ def test_nothing_to_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert start.run.lives == (TrainerSession(5000, 0),)
     assert caplog.text == ""
     assert choose_start("auto", tmp_path / "none", MODEL, 5000).checkpoint is None
-    assert "starting anew" in caplog.text
+    assert "starting a run" in caplog.text
     with pytest.raises(CheckpointError, match="does not exist"):
         choose_start(str(tmp_path / "step_5"), tmp_path, MODEL, 5000)
     (tmp_path / "step_5").mkdir()
@@ -120,8 +120,8 @@ def test_a_fresh_run_beside_higher_steps_of_an_older_one(
     fresh = begin(tmp_path, None, 4000).run
     assert fresh.epoch > old.epoch
     assert (
-        f"holds checkpoints up to step 40 (step_40 of run {old.name}): run {fresh.name} starts anew"
-        in caplog.text
+        f"holds checkpoints up to step 40 (step_40 of run {old.name}): run {fresh.name} starts "
+        "afresh" in caplog.text
     )
     save(tmp_path, 3, fresh)
     caplog.clear()
@@ -147,8 +147,8 @@ def test_a_run_without_a_checkpoint_is_started_anew_rather_than_another_continue
     assert again.run.name == fresh.name
     assert again.run.epoch == 7000
     assert (
-        f"run {fresh.name} began in {tmp_path} and has no checkpoint to go on from: starting it anew"
-        in caplog.text
+        f"run {fresh.name} began in {tmp_path} and has no checkpoint to go on from: starting it "
+        "again" in caplog.text
     )
 
 

@@ -95,7 +95,7 @@ def restarting(tmp_path: Path) -> Iterator[BridgeServer]:
 def test_an_answer_of_another_instance_is_no_joining(restarting: BridgeServer) -> None:
     restarting.wait_for_info()
     with pytest.raises(
-        BridgeError, match=r"is instance next, and .* was instance mine .*restarted meanwhile"
+        BridgeError, match=r"is instance next, and .* was instance mine .*restarted since"
     ):
         restarting.init("broadcast", {})
 

@@ -61,8 +61,8 @@ def options(*ports: int, temperature: float = 1.0, replay: bool = False) -> Trai
         ),
         ("processed_logprobs", 1.0, None),
         ("processed_logprobs", 0.6, None),
-        ("raw_logits", 1.0, "raw_logits, which are no logprobs"),
-        ("processed_logits", 0.6, "processed_logits, which are no logprobs"),
+        ("raw_logits", 1.0, "raw_logits, which are not logprobs"),
+        ("processed_logits", 0.6, "processed_logits, which are not logprobs"),
     ],
 )
 def test_every_server_is_asked(
