@@ -38,7 +38,7 @@ PACKAGES = (
     "tests",
     "vllm_patching",
 )
-PLAIN = ("atroposlib", "bench", "environments", "example_trainer", "scripts")
+PLAIN = ("atroposlib", "bench", "environments", "example_trainer", "scripts", "vllm_patching")
 """Packages, or folders of one, without a hard phrase that is not in LISTED."""
 SAMPLES = ("studies", "tests")
 """Packages whose strings are samples and expected texts; only comments and docstrings count."""

@@ -198,7 +198,7 @@ def test_every_command_works_and_prints_what_it_promises(shell_launch_sequence: 
         shell_launch_sequence.read("vllm.log"),
         shell_launch_sequence.read("trainer.log"),
     )
-    assert f"No VLLM_API_KEY: whoever reaches port {vllm_port} may sample" in vllm
+    assert f"No VLLM_API_KEY: all that reach port {vllm_port} may sample" in vllm
     far, page = {"X-Forwarded-For": "192.0.2.7"}, {"Origin": "https://page.example"}
     for path, headers, status in (
         ("/bridge/state", {}, 200), ("/bridge/state", far, 403), ("/v1/models", far, 200), ("/v1/models", page, 403),

@@ -295,7 +295,8 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     refuses_to_sample(server)
     other = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
     with pytest.raises(
-        BridgeError, match=rf"nobody else may write the weights now: trainer {who} may still write"
+        BridgeError,
+        match=rf"no other process may write the weights now: trainer {who} may still write",
     ):
         other.init(
             "single_copy",

@@ -16,7 +16,7 @@ def describe_difference(one: torch.Tensor, other: torch.Tensor) -> str:
 
 
 def differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return True for each value of which a bit differs."""
+    """Return True for each value with a bit that differs."""
     return _bits(one) != _bits(other)
 
 

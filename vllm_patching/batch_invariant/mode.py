@@ -41,7 +41,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "logprobs_mode": ("raw_logprobs", "others go through kernels that the trainer does not run, for the same numbers"),
     "cpu_offload_gb": (0, "it was never tried"),
     "block_size": (PAGE, f"the trainer lays keys and values out in pages of {PAGE}"),
-    "inflight_cache": ("recompute", "keys and values of old weights would mix with those of new ones"),
+    "inflight_cache": ("recompute", "keys and values of old and new weights would mix"),
     "logits_processors": (None, "the trainer does not know them"),
 }  # fmt: skip
 """Flag -> the one value that is allowed, and why no other is."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def lora_request(name: str, adapter_id: int, path: str) -> Any:
-    """What a request carries to be sampled with an adapter."""
+    """Return the object with which a request is sampled with an adapter."""
     return importlib.import_module("vllm.lora.request").LoRARequest(name, adapter_id, path)
 
 

@@ -21,8 +21,8 @@ def replace_batch_invariant(
     softmax: Callable[..., Any],
     all_reduce: Callable[..., Any],
 ) -> list[str]:
-    """Put functions in the place of those that vLLM's batch-invariant mode uses; call before a
-    worker sets up its device.
+    """Replace the functions of vLLM's batch-invariant mode; call before a worker sets up its
+    device.
 
     Args:
         rms_norm: (x, weight, eps, residual) -> y, or (y, new residual).

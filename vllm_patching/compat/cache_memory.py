@@ -8,7 +8,7 @@ from it: what it maps cannot be opened by another process, and a trainer of a si
 them. So sleep mode itself stays off, and of all that it knows only the keys and values are put
 there.
 
-On a CPU the storage of the tensors is emptied and made anew. Nothing there remembers an address.
+On a CPU the storage of the tensors is emptied and made again. Nothing there remembers an address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from vllm_patching.compat.versions import UnsupportedVllm, seam_missing, vllm_version
 
 TAG = "kv_cache"
-"""What vLLM calls the pool of keys and values."""
+"""vLLM's name for the pool of keys and values."""
 _ROUNDING = 2 << 20
 """Bytes by which the allocator rounds up. A piece of memory with more than that beside a tensor
 holds other things too."""
@@ -63,7 +63,7 @@ class CacheMemory:
         return freed
 
     def take_again(self) -> str:
-        """Have all of it again, filled with zeros. Can be called anew after it failed.
+        """Have all of it again, filled with zeros. Can be called again after it failed.
 
         Returns:
             empty, or why not; then what could be taken is kept.
@@ -102,7 +102,7 @@ class CacheMemory:
 
 
 class _Storages:
-    """On a CPU: storages that are emptied and made anew."""
+    """On a CPU: storages that are emptied and made again."""
 
     def __init__(self, storages: list[torch.UntypedStorage]) -> None:
         self._found = [(storage, storage.nbytes()) for storage in storages]

@@ -16,7 +16,7 @@ from vllm_patching.compat.versions import SUPPORTED, UnsupportedVllm, seam_missi
 
 
 def replicas(engine: Any) -> int:
-    """How many engine cores the server has."""
+    """Return the number of the server's engine cores."""
     return len(_cores(engine)) or 1
 
 
@@ -47,8 +47,8 @@ async def pause_and_keep(engine: Any, clear_cache: bool) -> None:
     callers first; ours may reach them later, see follow_outputs.
 
     Args:
-        clear_cache: drop every cached key and value; running requests compute theirs anew when they
-            go on.
+        clear_cache: drop every cached key and value; running requests compute theirs again when
+            they go on.
     """
     if clear_cache:
         # The front end's and the engine's caches of processed images must be emptied together.
@@ -103,5 +103,6 @@ def _cores(engine: Any) -> list[Any]:
 
 
 def engine_is_dead(engine: Any) -> bool:
-    """Whether a process of the engine's has ended: with one replica vLLM ends all of them."""
+    """Return whether a process of the engine's has ended: with one replica vLLM ends all of
+    them."""
     return bool(engine.errored)

@@ -1,4 +1,4 @@
-"""What comes out of the engine, on its way through vLLM's front end."""
+"""The engine's outputs, on their way through vLLM's front end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
 def follow_outputs(
     engine: Any, known: Callable[[str], None], before: Callable[[float], None]
 ) -> None:
-    """Be told what the engine's front end does.
+    """Follow what the engine's front end does.
 
     Args:
         known: called with the id (the one its caller chose) of each request that it has begun to
@@ -76,8 +76,8 @@ class HeldOutputs:
 
 
 def output_token_counts(engine: Any) -> dict[str, int]:
-    """How many tokens each running request has been given so far, by the request id that its caller
-    chose.
+    """Return the number of tokens that each running request has got so far, by the request id that
+    its caller chose.
     """
     counts = {}
     for state in engine.output_processor.request_states.values():
@@ -88,13 +88,14 @@ def output_token_counts(engine: Any) -> dict[str, int]:
 
 
 def has_requests(engine: Any) -> bool:
-    """Whether the engine's front end follows any request."""
+    """Return whether the engine's front end follows any request."""
     return bool(engine.output_processor.request_states)
 
 
 def take_logprobs_together() -> None:
     """Have vLLM's front end put the logprobs of all new tokens of a request into its flat lists at
-    once, where nobody asked for alternatives or text; it goes through them one by one otherwise.
+    once, if the request wants neither alternatives nor text; it goes through them one by one
+    otherwise.
     """
     processor = importlib.import_module("vllm.v1.engine.logprobs").LogprobsProcessor
     flat_kind = importlib.import_module("vllm.logprobs").FlatLogprobs

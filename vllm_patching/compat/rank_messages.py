@@ -14,7 +14,7 @@ where it lies, later."""
 
 
 def wait_without_spinning() -> None:
-    """Have whoever waits for a message from another rank on this host sleep until it is announced.
+    """Have a rank that waits for a message of another one on this host sleep until it is announced.
 
     For a second after each message vLLM's ranks look for the next one without a pause, so that
     every process of a server takes a core while it waits. That is right beside GPUs; on a CPU those

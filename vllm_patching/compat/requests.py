@@ -1,4 +1,4 @@
-"""What goes into the engine: requests, before they are accepted, and what they ask for."""
+"""The engine's inputs: requests, before they are accepted, and what they ask for."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def vocabulary_size(engine: Any) -> int:
 
 
 def caller_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that it does not accept.
+    """Return the errors that vLLM raises for a request that it does not accept.
 
     Versions from 0.32 on do not derive all of it from ValueError.
     """

@@ -1,4 +1,4 @@
-"""torchao's log lines that say nothing about a run. transformers imports it with every model, and
+"""torchao's log lines that have no meaning for a run. transformers imports it with every model, and
 so does vLLM.
 """
 

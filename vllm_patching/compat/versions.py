@@ -53,8 +53,8 @@ def vllm_version() -> str:
 
 
 def require_supported() -> None:
-    """Raise UnsupportedVllm, with one line that says what to do, unless the vLLM that is installed
-    is a supported one.
+    """Raise UnsupportedVllm, whose one line has the remedy, unless the vLLM that is installed is a
+    supported one.
     """
     version = vllm_version()
     numbers = re.match(r"(\d+)\.(\d+)(?!\d)", version)
@@ -70,11 +70,12 @@ def require_device() -> None:
     """
     if not importlib.import_module("vllm.platforms").current_platform.device_type:
         raise UnsupportedVllm(
-            f"vLLM {vllm_version()} finds no GPU on this machine (`nvidia-smi -L` lists those that the driver finds), "
+            f"vLLM {vllm_version()} finds no GPU on this machine (`nvidia-smi -L` lists the "
+            "driver's), "
             f"and it is not the build for machines without one: {_REPLACE_VLLM}"
         )
 
 
 def seam_missing(seam: str) -> str:
-    """What is wrong where `seam`, as Python names it, is not there, and what to do."""
+    """Return the error's text, with the remedy, if `seam`, as Python names it, is not there."""
     return f"this vLLM ({vllm_version()}) does not have {seam}; install a version {SUPPORTED}"

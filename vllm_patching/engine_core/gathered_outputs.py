@@ -3,7 +3,7 @@ them anyway.
 
 After every step vLLM's engine core sends each request's new token to the front end in an object of
 its own, with its logprob in three arrays. With hundreds of requests that is most of the work of
-both processes. Whoever asked for the final output alone (FINAL_ONLY) sees nothing of it before the
+both processes. A request for the final output alone (FINAL_ONLY) shows nothing of it before the
 end, so the engine core keeps such a request's tokens for some steps and sends them as one output,
 as if one step had sampled them all (steps with accepted drafts look the same).
 

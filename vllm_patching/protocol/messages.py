@@ -474,7 +474,7 @@ class Writer:
 
 
 def this_process() -> Writer:
-    """The one that asks."""
+    """Return this process, as messages name it."""
     return process_here(os.getpid())
 
 

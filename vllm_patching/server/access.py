@@ -270,8 +270,10 @@ def make_door(args: argparse.Namespace, environment: MutableMapping[str, str]) -
     )
     if not door.keys and not args.uds and not is_loopback(door.bound_to):
         _say(
-            f"No VLLM_API_KEY: whoever reaches port {args.port} may sample; what changes the server (/bridge, /lora and all "
-            "else that is not sampling) answers this machine alone; --host 127.0.0.1 keeps others out altogether"
+            f"No VLLM_API_KEY: all that reach port {args.port} may sample; routes that change the "
+            "server (/bridge, /lora "
+            "and all else that is not sampling) answer this machine alone; --host 127.0.0.1 keeps "
+            "others out altogether"
         )
     return door
 
@@ -312,7 +314,7 @@ def asked_of(scope: Mapping[str, Any]) -> Asked:
     """The parts of an ASGI scope that decide about access."""
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
-        # Of a header that comes twice both values count: the result names nothing that is let in.
+        # If a header comes twice, both values count: the result names nothing that is let in.
         if name in headers:
             value = headers[name] + b", " + value
         headers[name] = value

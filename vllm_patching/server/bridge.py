@@ -188,7 +188,8 @@ class Settlement:
         self._state.decide(whole)
         if self._state.healthy:
             logger.warning(
-                "[Bridge] Nobody can write the weights any more, and they are still those of version %d: serving version %d",
+                "[Bridge] No process can write the weights any more, and they still have version "
+                "%d: serving version %d",
                 *[self._state.weight_version] * 2,
             )
         else:
@@ -212,7 +213,7 @@ class Settlement:
             assert lease is not None
             if lease.writers or time.monotonic() > deadline:
                 raise BridgeRefusal(
-                    OCCUPIED, f"nobody else may write the weights now: {lease.remedy}"
+                    OCCUPIED, f"no other process may write the weights now: {lease.remedy}"
                 )
 
     async def stand_still(self) -> None:
@@ -525,8 +526,8 @@ class BridgeController:
             self._engine, self._spans.known, lambda moment: self._spans.outputs_of(moment, count)
         )
         if self._keep_cache:
-            # What is accepted before a pause may go on with older keys and values; what is accepted
-            # after it never sees them.
+            # A request that is accepted before a pause may go on with older keys and values; one
+            # that is accepted after it never sees them.
             salt_prefix_cache(self._engine, lambda: f"lockstep-{self._switch.pauses}-")
         self._config.claim()
         if self._config.awaited:
@@ -635,7 +636,7 @@ class BridgeController:
 
         Args:
             parameters: name -> (full shape, dtype) of the trainer's.
-            writers: the trainer's processes, all of which can write a single copy.
+            writers: the trainer's processes; all can write a single copy.
             transfer: auto, direct or overlapped; auto overlaps where there is room for a staging
                 buffer.
             events: handles of CUDA events, one for each rank, that a trainer of a single copy
@@ -893,7 +894,7 @@ class BridgeController:
         self.state.put_in_quarantine(reason)
         with self._call_off(epoch, f"quarantine: {reason}"):
             async with self._lock:
-                # What had the lock may have been the end of an update, or the next trainer that
+                # The lock may have been held by the end of an update, or by the next trainer that
                 # joins.
                 self.state.put_in_quarantine(reason)
                 logger.warning("[Bridge] In quarantine: %s", reason)

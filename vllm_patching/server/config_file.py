@@ -137,7 +137,7 @@ class ConfigFile:
         }
         with self._named(), _locked(self._folder):
             if not self._is_mine():
-                # Somebody has deleted it; another server may have taken its name since.
+                # It was deleted from outside; another server may have taken its name since.
                 self._choose()
             self._replace(data)
 

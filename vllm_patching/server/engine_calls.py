@@ -418,7 +418,7 @@ class RankCalls:
 
     @property
     def are_joining(self) -> bool:
-        """Whether, at the last look, an updater thread was about to meet a cohort."""
+        """True if an updater thread was about to meet a cohort at the last look."""
         return any(rank["phase"] == "joining" for rank in self.last_seen)
 
     async def until(

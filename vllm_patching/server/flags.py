@@ -90,7 +90,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--inflight-cache",
         choices=["recompute", "keep"],
         default="recompute",
-        help="keys and values of requests that run across a weight update: computed anew with the new weights (every token's "
+        help="keys and values of requests that run across a weight update: computed again with the "
+        "new weights (every token's "
         "logprob is then that of one version), or kept (faster; their next tokens mix both) (default: %(default)s)",
     )
     parser.add_argument(
@@ -132,8 +133,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(port=DEFAULT_PORT, max_loras=ADAPTERS_AT_ONCE, logprobs_mode=None)
     args = parser.parse_args(arguments)
     args.model = getattr(args, "model_tag", None) or args.model
-    # What is sampled from is what logprobs are of. Deterministic mode allows no other distribution
-    # than the raw one.
+    # Logprobs are of the distribution that is sampled from. Deterministic mode allows no other than
+    # the raw one.
     args.logprobs_mode = args.logprobs_mode or (
         "raw_logprobs" if args.deterministic else "processed_logprobs"
     )

@@ -124,7 +124,7 @@ class GenerateRequest(Message):
             self.scores_prompt and sample == 0
         ):  # the samples share the prompt, and its logprobs with it
             values["prompt_logprobs"] = self.prompt_logprobs or 0
-        # Of each token vLLM would otherwise make an object, and its text twice: for the completion
+        # vLLM would otherwise make an object of each token, and its text twice: for the completion
         # and for the logprob.
         values["flat_logprobs"] = True
         values["detokenize"] = self.return_text or bool(self.stop)
@@ -148,8 +148,8 @@ has in this way."""
 
 
 class CutOff(RuntimeError):
-    """vLLM broke a sample off: what there is of it is no sample of the model, and nobody should
-    score it.
+    """vLLM broke a sample off: the part that there is is not a sample of the model, and must not be
+    scored.
     """
 
 
@@ -219,7 +219,7 @@ class Generator:
         if reasons:
             raise CutOff(
                 f"{len(reasons)} of {len(completions)} samples were broken off ({reasons[0]}): "
-                "this server is ending, or its log says why; ask again, or another server"
+                "this server is ending, or its log has the reason; ask again, or another server"
             )
         served = [spans for _, spans in outputs]
         response = GenerateResponse(
@@ -378,7 +378,8 @@ def _of_prompt(tokens: Sequence[int], flat: Any) -> list[float | None]:
     """
     if [flat.token_ids[start] for start in flat.start_indices[1:]] != list(tokens[1:]):
         raise RuntimeError(
-            f"vLLM scored {len(flat.start_indices)} positions of a prompt, which are not those of its {len(tokens)} tokens"
+            f"vLLM scored {len(flat.start_indices)} positions of a prompt, which differ from its "
+            f"{len(tokens)} tokens"
         )
     # A prompt may hold what the model cannot sample: ids that no token has, or what a mask forbids.
     logprobs = [max(flat.logprobs[start], IMPOSSIBLE) for start in flat.start_indices[1:]]

@@ -87,7 +87,7 @@ class AdapterRemovals:
             except Exception as error:  # noqa: BLE001  # whatever it is, the places must be found out about
                 if not self.trouble:
                     logger.error(
-                        "[LoRA] cannot tell whether adapters %s are removed: %s; asking again",
+                        "[LoRA] cannot find out whether adapters %s are removed: %s; asking again",
                         asked,
                         error,
                     )

@@ -15,10 +15,10 @@ may still write or the workers do not answer, it also ends when the weights prov
 quarantine does not.
 
 A lease is out from the moment at which the engine is paused for a writer until the writer has given
-the lease back, has handed it in with its commit, or has ended. Meanwhile the weights cannot be
-proven whole, so the server serves nothing and grants no other lease. The deadline ends the right to
-write, but not the lease: a writer that was stopped between its check of the clock and its write does
-not notice that it is late.
+the lease back, has handed it in with its commit, or has ended. While it is out, the weights cannot
+be proven whole, so the server serves nothing and grants no other lease. The deadline ends the right
+to write, but not the lease: a writer that was stopped between its check of the clock and its write
+does not notice that it is late.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Leases:
         if now > lease.deadline:
             raise LeaseLost(
                 f"the lease for version {lease.version} ran out {now - lease.deadline:.1f} s ago: {lease.holder} is late. "
-                "Nothing may be written under it any more; give it back, and begin the update anew"
+                "Nothing may be written under it any more; give it back, and begin the update again"
             )
         return lease
 
@@ -433,9 +433,7 @@ class BridgeState:
                 f"version {version} cannot be served: the server is in quarantine: {self.quarantine}"
             )
         if version != self.target_version:
-            raise BridgeConflict(
-                f"version {version} is not the one that was begun ({self.target_version})"
-            )
+            raise BridgeConflict(f"version {version} was not begun, but {self.target_version}")
 
     def begin(self, version: int) -> None:
         """Begin an update that `check_begin` allowed."""

@@ -121,7 +121,8 @@ class Turns:
             if unseen:
                 raise BridgeRefusal(
                     409,
-                    f"process {unseen[0]} of {self._state.trainer} cannot be seen from here, so nobody would notice that it "
+                    f"process {unseen[0]} of {self._state.trainer} cannot be seen from here, so "
+                    "the server would not notice that it "
                     "ended in its turn: run trainer and server in one container (or with one --pid namespace)",
                 )
             if self.turn is Turn.TRAINING:

@@ -216,7 +216,7 @@ def _read_header(path: Path) -> tuple[bytes, Mapping[str, Any], int]:
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if length > min(size - 8, _LARGEST_HEADER):
                 raise AdapterError(
-                    f"{path} is no safetensors file, or was cut short: it has {size} bytes"
+                    f"{path} is not a safetensors file, or was cut short: it has {size} bytes"
                 )
             header = file.read(length)
         described = json.loads(header)
@@ -230,7 +230,7 @@ def _read_header(path: Path) -> tuple[bytes, Mapping[str, Any], int]:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         if isinstance(error, AdapterError):
             raise
-        raise AdapterError(f"{path} is no safetensors file: {error!r}") from error
+        raise AdapterError(f"{path} is not a safetensors file: {error!r}") from error
     num_bytes = size - 8 - length
     if max(ends, default=0) != num_bytes:
         raise AdapterError(

@@ -118,7 +118,8 @@ def rendezvous_address(servers: Sequence[str] = ()) -> tuple[str, int]:
             )
         if int(nodes) > 0 and not servers:
             raise RendezvousError(
-                f"NUM_INFERENCE_NODES={nodes} says that vLLM runs elsewhere, but nobody there can reach MASTER_ADDR={host}; "
+                f"NUM_INFERENCE_NODES={nodes} means that vLLM runs elsewhere, but no machine there "
+                f"can reach MASTER_ADDR={host}; "
                 "set MASTER_ADDR to this machine's address"
             )
     text = os.environ.get("MASTER_PORT", "29500")

@@ -157,7 +157,7 @@ class Lane(ABC):
     """Made by `form_lane`."""
 
     needs_memory = True
-    """Whether `begin` wants memory of the receiver's to receive into."""
+    """True if `begin` wants memory of the receiver's to receive into."""
 
     def __init__(self, place: LanePlace, group: Any, timeout: float) -> None:
         self.place = place
@@ -458,8 +458,8 @@ class OfferedMemory:
                 or has ended, or it is a GPU's and this process does not see that.
         """
         told = json.loads(offer or "{}")
-        # What a GPU copies from stays open for as long as the lane is there: to open it takes
-        # longer than to copy.
+        # Memory that a GPU copies from stays open for as long as the lane is there: to open it
+        # takes longer than to copy.
         self._kept: torch.Tensor | None = None
         if told.get("kind") == "cuda_ipc":
             if device.type != "cuda":
@@ -487,7 +487,7 @@ class OfferedMemory:
         """All of it. Raises OSError as above."""
         if self._kept is not None:
             return self._kept
-        # Whatever else this number belongs to must not even be opened.
+        # A file of another kind that this number belongs to must not even be opened.
         if not os.readlink(self._path).startswith(f"/memfd:{_NAME}"):
             raise OSError(f"{self._path} is another process's")
         descriptor = os.open(self._path, os.O_RDWR)
@@ -701,7 +701,8 @@ def _come(
         store.wait([place.word], timedelta(seconds=seconds))
     except (RuntimeError, dist.DistError) as error:
         raise RendezvousError(
-            f"{place.name} waited {seconds:g} s at {place.meeting.host}:{place.meeting.port} for the trainer to say that all "
+            f"{place.name} waited {seconds:g} s at {place.meeting.host}:{place.meeting.port} for "
+            "the trainer's word that all "
             f"{place.size - 1} receiver(s) have come ({first_line(error)})"
         ) from error
     word = store.get(place.word).decode()

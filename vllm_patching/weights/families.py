@@ -7,7 +7,7 @@ split over tensor-parallel ranks, and which take adapters. From this list follow
 * the trainer's modules, checkpoints, adapters, memory plan and FLOP counts;
 * the slices that vLLM's ranks hold (`sharding.py`), and the adapters that a server accepts.
 
-A parameter has vLLM's name. Its rows are those of its checkpoint tensors, one below the other:
+A parameter has vLLM's name. Its rows are its checkpoint tensors' rows, one below the other:
 `qkv_proj` is [q; k; v], and `gate_up_proj` is [gate; up]. The experts of a layer are stacked in
 the first dimension: `w13_weight` has [gate; up] of each expert, and `w2_weight` has its down.
 """
@@ -701,7 +701,7 @@ class Parameter:
         partial: each tensor-parallel rank holds all of it and sees some of its uses, so the ranks'
             gradients add up.
         float32: checkpoints hold it in float32, whatever the dtype of the others.
-        frozen: it is not trained, or is no parameter.
+        frozen: it is not trained, or is not a parameter.
         stacked: the equal matrices, one per expert, that its first dimension counts; 0: the
             parameter is not stacked.
         chosen: the stacked matrices that each token is multiplied with.

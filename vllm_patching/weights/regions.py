@@ -109,7 +109,7 @@ def through(copied: Copied, base: Region) -> Copied:
 
     Args:
         copied: a copy from a contiguous tensor of the shape of `base`.
-        base: the region that this tensor stands for, such as the one that it was cloned from.
+        base: the region that this tensor stands for, such as the region that it was cloned from.
 
     Returns:
         the copy from the memory that `base` refers to. Its dimensions may be more.
@@ -172,7 +172,7 @@ def _spread(
 
 @dataclass(frozen=True)
 class Coverage:
-    """The elements of a tensor that no copy fills, and those that several do, as ranges."""
+    """The elements of a tensor that no copy fills, or that several copies fill, as ranges."""
 
     missing: tuple[tuple[int, int], ...]
     doubled: tuple[tuple[int, int], ...]

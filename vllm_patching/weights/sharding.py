@@ -215,7 +215,7 @@ def _stacked(parameter: Parameter, rank: int, size: int) -> ShardSpec:
         own = Slice(2, rank * mine, 0, mine)
         return ShardSpec(parameter.name, (experts, rows, mine), parameter.shape, (own,))
     slices, local = [], 0
-    for part in parameter.parts[: len(parameter.parts) // experts]:  # those of the first expert
+    for part in parameter.parts[: len(parameter.parts) // experts]:  # the first expert's
         mine = part.shape[0] // size
         slices.append(Slice(1, part.start + rank * mine, local, mine))
         local += mine

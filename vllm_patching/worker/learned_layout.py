@@ -37,7 +37,7 @@ class LearnedLayout:
     Attributes:
         shards: in the order of the model's parameters.
         padding: parameters with elements that the loader fills with zeros, and their number.
-        unused: checkpoint tensors of which this rank loads nothing.
+        unused: checkpoint tensors that this rank does not load.
     """
 
     shards: tuple[LearnedShard, ...]

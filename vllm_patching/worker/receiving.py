@@ -9,7 +9,7 @@ trainer, the process groups, the staging buffer and the time-outs. A transfer is
 - direct: into the live parameters, while the engine is paused and no step runs. It needs no second
   copy of the weights.
 
-What has arrived is summed and searched for NaN in the same pass, bucket by bucket, during the
+Arrived values are summed and searched for NaN in the same pass, bucket by bucket, during the
 transfer. WeightReceiver's methods run on the main thread of the rank's process. Their names are
 prefixed, since they share one space with vLLM's own. Nothing here needs vLLM.
 """
@@ -273,7 +273,7 @@ class Target:
 
     Attributes:
         buckets: of the layout.
-        sums: over the slices, of which the pieces are added as they come.
+        sums: over the slices; pieces are added as they come.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class ReloadedModel:
         self._model, self._reload = model, reload
         device = next(model.parameters()).device
         self.tensors = {
-            # What the checkpoint stores in float32 may need it.
+            # A tensor that the checkpoint stores in float32 may need it.
             name: torch.empty(
                 header.shape, dtype=torch.promote_types(dtype, header.dtype), device=device
             )

@@ -93,7 +93,7 @@ def flags(**changed: object) -> argparse.Namespace:
         ({"data_parallel_size": 2}, "start one server for each replica instead"),
         ({"kv_cache_dtype": "fp8"}, "the model's dtype"),
         ({"block_size": 32}, "pages of 16"),
-        ({"inflight_cache": "keep"}, "old weights"),
+        ({"inflight_cache": "keep"}, "old and new weights"),
         ({"logprobs_mode": "processed_logprobs"}, "kernels that the trainer does not run"),
         ({"dtype": "float16"}, "--dtype bfloat16"),
     ],

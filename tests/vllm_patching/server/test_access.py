@@ -307,7 +307,7 @@ def test_a_server_that_others_can_reach_without_a_key_says_so(
 ) -> None:
     make_door(flags(**given), {})
     assert (
-        "No VLLM_API_KEY: whoever reaches port 9001 may sample" in capsys.readouterr().out
+        "No VLLM_API_KEY: all that reach port 9001 may sample" in capsys.readouterr().out
     ) == warned
 
 

@@ -109,7 +109,7 @@ def test_a_late_trainer_keeps_others_out_until_it_is_killed(world: World, kind: 
     other = Trainer(world, "direct")
     other.begin()
     world.run_until(lambda: not other.busy, TIMEOUT)
-    assert "nobody else may write the weights now: trainer t1 may still write" in other.log[0]
+    assert "no other process may write the weights now: trainer t1 may still write" in other.log[0]
     assert (phase(world), world.core.paused) == (Phase.UNHEALTHY, True)
     trainer.kill()
     world.run(1.0)
@@ -145,7 +145,9 @@ def test_a_commit_shows_the_lease(world: World) -> None:
     trainer.lease = "another"  # with which it can neither commit nor give back what it has
     trainer.go_on()
     world.run_until(lambda: not trainer.busy, 3 * TIMEOUT)
-    assert "nobody else may write the weights now: trainer t1 may still write" in trainer.log[-1]
+    assert (
+        "no other process may write the weights now: trainer t1 may still write" in trainer.log[-1]
+    )
     assert phase(world) is Phase.UNHEALTHY
     trainer.kill()
     served_once(world, "single_copy")

@@ -236,9 +236,9 @@ def test_a_prompt_is_scored_once_however_many_samples_there_are(
             scored(),
             "raw_logprobs",
             RuntimeError,
-            "scored 1 positions of a prompt, which are not those of its 2 tokens",
+            "scored 1 positions of a prompt, which differ from its 2 tokens",
         ),
-        (scored([(3, -1.0)]), "raw_logprobs", RuntimeError, "not those of its 2 tokens"),
+        (scored([(3, -1.0)]), "raw_logprobs", RuntimeError, "which differ from its 2 tokens"),
         (
             scored([(2, -1.0)]),
             "raw_logits",

@@ -256,10 +256,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "rank_pattern is not supported",
     ),
     "cut short": (cut_short, "holds .* bytes of data, its header describes"),
-    "no header": (no_header, "is no safetensors file, or was cut short"),
+    "no header": (no_header, "is not a safetensors file, or was cut short"),
     "empty file": (
         lambda folder: (folder / WEIGHTS_FILE).write_bytes(b""),
-        "is no safetensors file, or was cut short",
+        "is not a safetensors file, or was cut short",
     ),
     "partner missing": (
         change_tensors(lambda t: t.pop(FIRST)),
