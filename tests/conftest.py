@@ -132,8 +132,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where several workers share the tests: a file's stay together, for the servers that they
-    share, and so do all that need the GPU to themselves. The last worker has those that wait, and
-    ends when there are no more: beside those of the others, which compute, they cost next to
+    share, and so do all that need the GPU to themselves. The last worker has the waiting tests, and
+    ends when there are no more: beside the other workers' tests, which compute, they cost next to
     nothing. The one before it begins at the other end, with the small tests."""
     from xdist.scheduler import LoadScopeScheduling
 

@@ -192,7 +192,7 @@ def fault_seconds() -> float:
 
 
 class Engine(StillEngine):
-    """vLLM's AsyncLLM, one worker of which steps while nothing pauses it."""
+    """vLLM's AsyncLLM with one worker, which steps while nothing pauses it."""
 
     def __init__(self, worker: Any) -> None:
         super().__init__(lambda method, args: [getattr(worker, method)(*args)], self._go_on)

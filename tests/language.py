@@ -38,9 +38,9 @@ PACKAGES = (
     "tests",
     "vllm_patching",
 )
-PLAIN = ("atroposlib", "bench", "environments", "example_trainer", "scripts", "vllm_patching")
-"""Packages, or folders of one, without a hard phrase that is not in LISTED."""
-SAMPLES = ("studies", "tests")
+PLAIN = PACKAGES
+"""Packages without a hard phrase that is not in LISTED."""
+SAMPLES = ("tests",)
 """Packages whose strings are samples and expected texts; only comments and docstrings count."""
 LONGEST_SENTENCE = 25
 GUIDE_PHRASES_PER_1000_WORDS = 1

@@ -16,5 +16,8 @@ LISTED: dict[tuple[str, str], str] = {
     ("environments/judge_server.py", "said"): _JUDGE,
     ("environments/judge_server.py", "somebody"): _TASK,
     ("environments/judge_server.py", "tell"): _TASK,
+    ("studies/starter_model/report.py", "told"): (
+        "a sentence of assets/calculator_model/README.md, which was written with the model"
+    ),
 }
 """File and phrase, as `python -m tests.language FILE` prints it -> why the phrase stays."""

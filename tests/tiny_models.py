@@ -93,7 +93,7 @@ def make_model(name: str, folder: Path, seed: int = 0, **keys: Any) -> dict[str,
     """Save a random float32 model. Returns the checkpoint's tensors.
 
     Args:
-        keys: of config.json, beside those of the case.
+        keys: of config.json, beside the case's own.
     """
     import transformers
     from safetensors.torch import load_file

@@ -502,7 +502,7 @@ OPTIONS: Options = {
         "default": 100.0,
         "help": "expected, until trainings have ended (default: %(default)s)",
     },
-    "--step-seconds": {"type": float, "default": 2.0, "help": "likewise (default: %(default)s)"},
+    "--step-seconds": {"type": float, "default": 2.0, "help": "expected (default: %(default)s)"},
     "--run-timeout": {
         "type": float,
         "default": 900.0,

@@ -192,7 +192,8 @@ def first_stage(
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     if theirs.get_vocab() != tokenizer.get_vocab():
         sys.exit(
-            f"--first-stage {folder}: its tokenizer is not the one that these texts give; leave the option out"
+            f"--first-stage {folder}: these texts give another tokenizer than its own; leave the "
+            "option out"
         )
     if any("called_share" in line for line in lines):
         sys.exit(

@@ -1,4 +1,4 @@
-"""Logprobs of each family's decoder are those of vLLM on the same small checkpoint, in float32."""
+"""Logprobs of each family's decoder equal vLLM's on the same small checkpoint, in float32."""
 
 from __future__ import annotations
 

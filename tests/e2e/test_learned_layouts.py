@@ -70,7 +70,7 @@ def test_an_update_arrives_whole(
     free_port: Callable[[], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In both kinds of transfer; the served logprobs are those that transformers computes."""
+    """In both kinds of transfer; the served logprobs equal transformers'."""
     folder = tmp_path / name
     save_served(name, folder)
     if name in IMAGES:

@@ -41,7 +41,7 @@ def responses(one: PackedBin) -> list[list[int]]:
 
 
 class Trainers:
-    """One run of several trainer processes, each of which may die at a point; and the groups that
+    """One run of several trainer processes, which may each die at a point; and the groups that
     their weights have learned from.
 
     Attributes:

@@ -47,7 +47,7 @@ from tests.gpu.bridge_fault_stage import Outcome, Stage, note_absence, stopped_f
 
 MODES = ("direct", "overlapped", "single_copy")
 MARGIN = 5.0
-"""Seconds on top of the bridge's own deadline, for noticing and for telling."""
+"""Seconds on top of the bridge's own deadline, for noticing and for reporting."""
 
 
 def points(mode: str) -> tuple[str, ...]:

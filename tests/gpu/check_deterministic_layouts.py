@@ -40,8 +40,8 @@ class Row:
     """The outcome of one layout.
 
     Attributes:
-        layout: FSDP2, tensor parallel, or experts of which two ranks share a layer's; with the
-            parts of the server's sums.
+        layout: FSDP2, tensor parallel, or a layer's experts shared by two ranks; with the parts of
+            the server's sums.
         ranks: of the trainer.
         repeated: hash of the weights after each step, if two runs and all ranks agree.
         error: of a wrong bit, if all ranks raise the same.

@@ -97,8 +97,8 @@ def heads(
     turned: int | None = None,
     interleaved: bool = False,
 ) -> Result:
-    """Norms of heads, rotation, and the way back; `shape` is query heads, key heads, width, of
-    which `turned` is rotated (None: all).
+    """Norms of heads, rotation, and the way back; `shape` is query heads, key heads, width;
+    `turned` of the width is rotated (None: all).
     """
     count, kv, width = shape
     qkv, weights = (

@@ -4,8 +4,8 @@
 
 For each architecture a random model in bfloat16 is served in this process, and updated in place to
 the weights of another checkpoint, through the learned layout or through vLLM's reload. Its logprobs
-must then be those of an engine that was started with the other checkpoint. Prints a line for each
-architecture, and ends with 1 if one is wrong.
+must then equal those from an engine that was started with the other checkpoint. Prints a line for
+each architecture, and ends with 1 if one is wrong.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ real; the model is the starter.
 
 Where there are no GPUs for the trainer beside vLLM's, it shares them. Each mode trains a few steps
 on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
-parameter was mapped, and the trained policy is the one that sampled (KL to the rollouts near 0; in
+parameter was mapped, and the trained policy is the sampling one (KL to the rollouts near 0; in
 deterministic mode no token differs). With --repeat, other processes do the same beside it; in
 deterministic mode the weights must then be the same, bit for bit, after each step. With
 --kill-after, all four processes of the last run get SIGKILL after that step, and it is resumed: its
@@ -70,11 +70,11 @@ class Mode:
         own_server: the trainer starts vLLM itself.
         shared: vLLM shares its weights.
         ahead: batches that the environment may sample before a step has been taken.
-        squeezed: the trainer's GPUs where there are vLLM's alone; empty: the run needs those that
-            `trainer_gpus` says.
+        squeezed: the trainer's GPUs where there are vLLM's alone; empty: the run needs
+            `trainer_gpus`.
         mixture: the model is a mixture of experts, made of the starter model.
         most_kl: see MOST_KL.
-        parameter_server: the GPU of the one that hands the weights on, empty if it keeps them in
+        parameter_server: the GPU of a server that hands the weights on, empty if it keeps them in
             the host's memory; None: the trainer sends them itself.
     """
 

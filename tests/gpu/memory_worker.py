@@ -285,9 +285,7 @@ def planned(request: MemoryRequest) -> dict[str, int]:
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration's figures; of several ranks, the figures of the one that took
-    most.
-    """
+    """Return the configuration's figures; with several ranks, the figures of the largest."""
     configuration = Configuration(**asked)
     device = torch.device(configuration.device)
     torch.manual_seed(0)

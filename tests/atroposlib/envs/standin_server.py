@@ -162,7 +162,7 @@ class Standin:
 
 
 def routed(number: int, tokens: int) -> str:
-    """Return the experts of a sequence, in two layers: those of each token name the request."""
+    """Return the experts of a sequence, in two layers: each token's experts name the request."""
     row = bytes([number, 100 + number]) * 2
     return f"2x2x1:{b64encode(row * (tokens - 1)).decode()}"
 

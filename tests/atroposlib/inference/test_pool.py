@@ -1,6 +1,5 @@
-"""Requests to several servers, some of which are away, fail, hang or come back: each is answered
-once.
-"""
+"""Requests to several servers, while some are away, fail, hang or come back: each is answered
+once."""
 
 from __future__ import annotations
 

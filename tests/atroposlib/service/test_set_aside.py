@@ -140,9 +140,7 @@ def test_the_items_of_a_batch_that_is_set_aside_are_not_done_again() -> None:
 
 
 class FailingBatches(RuleBasedStateMachine):
-    """Trainers that end in each way, on batches some of which are bad, beside a service that is
-    killed.
-    """
+    """Trainers that end in each way, on good and bad batches, beside a service that is killed."""
 
     @initialize()
     def begin(self) -> None:

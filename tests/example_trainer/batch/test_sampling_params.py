@@ -293,7 +293,7 @@ def test_a_batch_of_which_nothing_is_left_says_why(
 
 
 def test_what_teaches_nothing_is_forwarded_where_something_needs_it() -> None:
-    """Two groups, one of which teaches nothing: 5 of its 10 tokens are forwarded, or all."""
+    """One of two groups teaches nothing: 5 of its 10 tokens are forwarded, or all."""
     groups = [make_group(scores=[1.0, 1.0]), make_group()]
     for options, targets in (
         ({}, 5),

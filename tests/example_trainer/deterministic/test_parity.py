@@ -109,7 +109,7 @@ IN_FLOAT32: dict[str, Callable[..., Any]] = {
     "silu_and_mul": _silu_and_mul_in_float32,
     "log_sum_exp": lambda logits: torch.logsumexp(logits, dim=-1),
 }
-"""Other kernels for those that take their exponentials in float64 themselves."""
+"""Other kernels in place of the kernels that take their exponentials in float64 themselves."""
 
 
 @pytest.mark.parametrize(

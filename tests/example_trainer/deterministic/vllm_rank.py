@@ -16,7 +16,7 @@ Weights = dict[str, Tensor]
 
 
 class VllmRank:
-    """One rank's layers, as vLLM computes those of Qwen3 and Llama.
+    """One rank's layers, as vLLM computes the layers of Qwen3 and Llama.
 
     Args:
         weights: of this rank, by vLLM's names.

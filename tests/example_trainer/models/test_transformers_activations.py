@@ -1,4 +1,4 @@
-"""The bytes that a pass over a model of transformers keeps are those that are measured."""
+"""The planned bytes that a pass over a model of transformers keeps equal the measured ones."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_a_known_model_by_hand() -> None:
 def test_a_token_is_multiplied_with_its_experts_alone() -> None:
     mixture = geometry_of("Qwen3Moe", 2, 64, 160, 4, 2, 16, 97, mlp_only_layers=[0])
     attention = 64 * (64 + 2 * 32) + 64 * 64
-    # Of 4 experts of width 160 each token has 2; the router's matrix has 4 rows.
+    # Each token has 2 of 4 experts of width 160; the router's matrix has 4 rows.
     assert matrix_elements(mixture) == 2 * attention + 3 * 64 * 160 * (1 + 2) + 4 * 64
 
 

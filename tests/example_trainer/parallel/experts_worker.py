@@ -1,4 +1,4 @@
-"""A rank of test_experts.py: compares experts that are spread over the ranks with those of one.
+"""A rank of test_experts.py: compares experts that are spread over the ranks with one rank's.
 
 FORKED_RANKS=4 python -m tests.forked_ranks experts_worker.py FOLDER
 """

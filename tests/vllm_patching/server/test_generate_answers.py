@@ -376,7 +376,7 @@ def routed(monkeypatch: pytest.MonkeyPatch, tokens: int | None, keeps: bool = Tr
     """Return the experts that /generate answers for a prompt of two tokens and a completion of two.
 
     Args:
-        tokens: of which vLLM has the experts; None: it has none.
+        tokens: vLLM has the experts of so many; None: it has none.
         keeps: vLLM keeps experts.
     """
     spans = VersionSpans()

@@ -102,7 +102,7 @@ def with_controller(
     async def main() -> None:
         engine = Engine()
         controller = LoraController(engine, "m", timeout, AdapterSpans())
-        controller._geometry = None  # type: ignore[assignment]  # nobody reads the file
+        controller._geometry = None  # type: ignore[assignment]  # the file is not read
         controller._ranks = [
             {"capacity": CAPACITY, "max_rank": 8, "slots": 2, "dtype": "float32"}
         ] * 2

@@ -1,4 +1,4 @@
-"""engine_calls.py: an engine that answers, is late, or has died; what is told, and whether it
+"""engine_calls.py: an engine that answers, is late, or has died; the reports of it, and whether it
 stands still afterwards.
 """
 

@@ -163,7 +163,7 @@ def test_qwen3_30b_a3b_has_as_many_parameters_as_its_page_states() -> None:
     )
     planned = parameters(geometry).values()
     assert sum(one.size for one in planned) == 30_532_122_624
-    # 3.3B: those of the layers' products for one token, the embedding and the output matrix.
+    # 3.3B: the layers' products for one token, the embedding and the output matrix.
     active = sum(one.multiplied for one in planned) + 2 * 151936 * 2048
     assert round(active / 1e9, 2) == 3.35
 

@@ -36,7 +36,7 @@ def assembled(shard: LearnedShard, checkpoint: dict[str, torch.Tensor]) -> torch
 
 
 def check(model: nn.Module, layout: LearnedLayout, checkpoint: dict[str, torch.Tensor]) -> None:
-    """Compare what the slices say with what vLLM's own loader does."""
+    """Compare the slices with what vLLM's own loader does."""
     parameters = own_parameters(model)
     assert all(bool(p.isnan().all()) for p in parameters.values()), "learning writes nothing"
     model.load_weights(iter(checkpoint.items()))  # type: ignore[operator]
