@@ -1,33 +1,27 @@
-"""Phrases and sentences that make prose hard to read, counted per document and per package.
+"""Phrases and sentences that make prose hard to read, in documents and in code.
 
-    python -m tests.language                    # rewrite tests/language_counts.json, and print it as a table
-    python -m tests.language docs/async.md …    # list what is counted in these files
+    python -m tests.language                    # list what is to be reworded
+    python -m tests.language docs/async.md …    # the same for these files, listed phrases included
 
-The counts in the file are upper limits. They may fall, and they may move from one document to
-another; their sum may not rise. A package in PLAIN has no line there: its limit is zero, and
-tests/language_listed.py names each phrase that stays, with the reason.
+None may be left. tests/language_listed.py names each phrase of code that stays, with the reason.
 """
 
 from __future__ import annotations
 
 import ast
 import io
-import json
 import re
-import subprocess
 import sys
 import textwrap
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.language_listed import LISTED
 
 ROOT = Path(__file__).resolve().parents[1]
-COUNTS = ROOT / "tests" / "language_counts.json"
-COMMAND = "python -m tests.language"
 PACKAGES = (
     "atroposlib",
     "bench",
@@ -38,12 +32,9 @@ PACKAGES = (
     "tests",
     "vllm_patching",
 )
-PLAIN = PACKAGES
-"""Packages without a hard phrase that is not in LISTED."""
 SAMPLES = ("tests",)
 """Packages whose strings are samples and expected texts; only comments and docstrings count."""
 LONGEST_SENTENCE = 25
-GUIDE_PHRASES_PER_1000_WORDS = 1
 GUIDES = (
     "start",
     "your-environment",
@@ -53,7 +44,7 @@ GUIDES = (
     "several-machines",
     "troubleshooting",
 )
-"""Pages that are guides wherever the index docs/README.md puts them."""
+"""Pages of docs/ that are guides."""
 
 PHRASES = {
     "write what a program does, as in `the log names`": r"(?:tell(?:s|ing)?|told|say(?:s|ing)?|said|hear[sd]|hearing)",
@@ -277,177 +268,50 @@ def documents() -> list[Path]:
     ]
 
 
-def guides() -> list[Path]:
-    """List README.md, the pages that the index lists under a heading with "guide" in it, and
-    GUIDES, as far as they exist.
-    """
-    index = ROOT / "docs" / "README.md"
-    text = index.read_text(encoding="utf-8") if index.exists() else ""
-    parts = re.split(r"^(#+ .*)$", text, flags=re.MULTILINE)
-    listed = [
-        part
-        for heading, part in zip(parts[1::2], parts[2::2], strict=True)
-        if "guide" in heading.lower()
-    ]
-    names = {f"{name}.md" for name in GUIDES} | set(
-        re.findall(r"\]\(([\w-]+\.md)", "\n".join(listed))
-    )
-    return [
-        path
+def all_hits() -> list[tuple[str, Hit]]:
+    """List what is to be reworded in all documents and packages, with the file."""
+    found = [
+        (str(path.relative_to(ROOT)), hit)
         for path in documents()
-        if path == ROOT / "README.md" or (path.parent.name == "docs" and path.name in names)
+        for hit in hits_in_document(path.read_text(encoding="utf-8"))
     ]
-
-
-def all_hits() -> dict[str, list[tuple[str, Hit]]]:
-    """List, for each line of the counts file, what is counted there and the file where it stands."""
-    found: dict[str, list[tuple[str, Hit]]] = {}
-    for path in documents():
-        name = str(path.relative_to(ROOT))
-        found[name] = [(name, hit) for hit in hits_in_document(path.read_text(encoding="utf-8"))]
     for package in PACKAGES:
-        found[f"{package}/"] = []
         for path in sorted((ROOT / package).rglob("*.py")):
-            name = str(path.relative_to(ROOT))
             hits = hits_in_code(path.read_text(encoding="utf-8"), package not in SAMPLES)
-            folder = next((f for f in PLAIN if name.startswith(f"{f}/")), package)
-            found.setdefault(f"{folder}/", []).extend((name, hit) for hit in hits)
+            found += [(str(path.relative_to(ROOT)), hit) for hit in hits]
     return found
 
 
-def counted(hits: Mapping[str, list[tuple[str, Hit]]]) -> dict[str, dict[str, int]]:
-    """Count what all_hits lists, but for LISTED; a kind that does not occur is left out."""
-    return {
-        name: dict(
-            sorted(
-                Counter(hit.kind for file, hit in found if (file, hit.text) not in LISTED).items()
-            )
-        )
-        for name, found in hits.items()
-    }
-
-
-def unused(
-    hits: Mapping[str, list[tuple[str, Hit]]], listed: Mapping[tuple[str, str], str]
-) -> list[tuple[str, str]]:
-    """List the entries of a table like LISTED that no hit of all_hits has."""
-    there = {(file, hit.text) for found in hits.values() for file, hit in found}
-    return [entry for entry in listed if entry not in there]
-
-
-def read_counts(path: Path = COUNTS) -> dict[str, dict[str, int]]:
-    """Read the limits.
-
-    If a merge left a line in two versions, each kind counts with its greater number.
-    """
-    found: dict[str, dict[str, int]] = {}
-    if not path.exists():
-        return found
-    for name, counts in re.findall(
-        r'^"([^"]+)": (\{[^}]*\}),?$', path.read_text(encoding="utf-8"), re.MULTILINE
-    ):
-        limits = found.setdefault(name, {})
-        for kind, count in json.loads(counts).items():
-            limits[kind] = max(count, limits.get(kind, 0))
-    return found
-
-
-def write_counts(now: Mapping[str, Mapping[str, int]], path: Path = COUNTS) -> None:
-    """Write the limits, with an empty line between entries, so that git merges changes of
-    neighbours.
-    """
-    lines = [
-        f"{json.dumps(name)}: {json.dumps(dict(counts))}"
-        for name, counts in sorted(now.items())
-        if name.rstrip("/") not in PLAIN
-    ]
-    path.write_text("{\n" + ",\n\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-def changed_since_the_limits() -> set[str]:
-    """List the files that differ from the commit that last wrote the limits; nothing outside of a
-    git checkout.
-    """
-    git = ("git", "-C", str(ROOT))
-    commit = subprocess.run(
-        [*git, "log", "-1", "--format=%H", "--", str(COUNTS)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if commit.returncode or not commit.stdout.strip():
-        return set()
-    changes = [*git, "diff", "--name-only", commit.stdout.strip()]
-    return set(
-        subprocess.run(
-            changes, capture_output=True, text=True, check=True, timeout=60
-        ).stdout.splitlines()
-    )
-
-
-def risen(
-    now: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str, int]]
-) -> list[tuple[str, str, int, int]]:
-    """List name, kind, count and limit wherever a count is above its limit; a name without a line
-    has the limit 0.
-    """
+def complaints(hits: Iterable[tuple[str, Hit]], listed: Mapping[tuple[str, str], str]) -> list[str]:
+    """Describe each hit that is not listed, and each listed phrase that is not there."""
+    hits = list(hits)
+    there = {(file, hit.text) for file, hit in hits}
     return [
-        (name, kind, count, limits.get(name, {}).get(kind, 0))
-        for name, counts in now.items()
-        for kind, count in counts.items()
-        if count > limits.get(name, {}).get(kind, 0)
-    ]
-
-
-def sums_that_rose(
-    now: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str, int]]
-) -> list[str]:
-    """Describe each kind whose sum over all names is above the sum of the limits."""
-    kinds = sorted({kind for counts in now.values() for kind in counts})
-    totals = {
-        kind: [sum(counts.get(kind, 0) for counts in of.values()) for of in (now, limits)]
-        for kind in kinds
-    }
-    return [
-        f"{kind}: {count} in all, limit {limit}"
-        for kind, (count, limit) in totals.items()
-        if count > limit
+        *(
+            f"{file}:{hit.line}: {hit.text} ({hit.remedy})"
+            for file, hit in hits
+            if (file, hit.text) not in listed
+        ),
+        *(
+            f"tests/language_listed.py: {file} has no {phrase!r} any more: remove the entry"
+            for file, phrase in listed
+            if (file, phrase) not in there
+        ),
     ]
 
 
 def main(arguments: list[str]) -> int:
-    """List the hits of documents, or rewrite the limits; refuse to raise a sum."""
+    """List the hits of these files, or all that are not listed; 1 if there are such."""
+    for name in arguments:
+        text = Path(name).read_text(encoding="utf-8")
+        hits = hits_in_document(text) if name.endswith(".md") else hits_in_code(text)
+        print(*(f"{name}:{hit.line}: {hit.text} ({hit.remedy})" for hit in hits), sep="\n")
+        print(f"{name}: {words(prose(text))} words, {dict(Counter(hit.kind for hit in hits))}")
     if arguments:
-        for name in arguments:
-            text = Path(name).read_text(encoding="utf-8")
-            hits = hits_in_document(text) if name.endswith(".md") else hits_in_code(text)
-            print(*(f"{name}:{hit.line}: {hit.text} ({hit.remedy})" for hit in hits), sep="\n")
-            print(f"{name}: {words(prose(text))} words, {dict(Counter(hit.kind for hit in hits))}")
         return 0
-    now, limits = counted(all_hits()), read_counts()
-    if limits and (rose := sums_that_rose(now, limits)):
-        print(*rose, sep="\n")
-        above = [
-            f"{name}: {count} {kind}, limit {limit}"
-            for name, kind, count, limit in risen(now, limits)
-        ]
-        print("not written: reword these first", *above, sep="\n  ")
-        return 1
-    write_counts(now)
-    for name, counts in sorted(now.items()):
-        changes = [
-            f"{kind} {count} ({count - limits.get(name, {}).get(kind, 0):+d})"
-            for kind, count in counts.items()
-        ]
-        path = ROOT / name
-        length = words(prose(path.read_text(encoding="utf-8"))) if path.is_file() else 0
-        rate = (
-            [f"{1000 * counts.get('phrases', 0) / length:.1f} phrases per 1,000 words"]
-            if length
-            else []
-        )
-        print(f"{name:32}", *changes, *rate, sep="  ")
-    return 0
+    lines = complaints(all_hits(), LISTED)
+    print(*lines, sep="\n")
+    return int(bool(lines))
 
 
 if __name__ == "__main__":

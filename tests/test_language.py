@@ -1,10 +1,7 @@
-"""tests/language.py: what is counted, where it stands, and how limits are kept. test_project.py
-compares with the limits.
-"""
+"""tests/language.py: which phrases and sentences it finds, and where. test_project.py wants none."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import language
-from tests.language import hits_in_code, hits_in_document, read_counts, write_counts
-
-COUNTING = st.dictionaries(
-    st.sampled_from(["README.md", "docs/a.md", "docs/b.md", "folder/"]),
-    st.dictionaries(st.sampled_from(["phrases", "long sentences"]), st.integers(1, 90)),
-    min_size=1,
-)
+from tests.language import hits_in_code, hits_in_document
 
 
 @pytest.mark.parametrize(
@@ -92,43 +83,6 @@ def test_docstrings_begin_with_an_imperative_or_a_noun_phrase() -> None:
     assert [hit.line for hit in hits] == [2, 6, 8]
 
 
-@given(COUNTING)
-def test_counts_are_read_as_they_were_written(
-    tmp_path_factory: pytest.TempPathFactory, counts: dict[str, dict[str, int]]
-) -> None:
-    path = tmp_path_factory.mktemp("counts") / "counts.json"
-    write_counts(counts, path)
-    assert read_counts(path) == json.loads(path.read_text()) == counts
-
-
-def test_both_sides_of_a_merge_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "counts.json"
-    path.write_text(
-        '{\n<<<<<<< a\n"x.md": {"phrases": 3, "long sentences": 1},\n=======\n"x.md": {"phrases": 2}\n>>>>>>> b\n}\n'
-    )
-    assert read_counts(path) == {"x.md": {"phrases": 3, "long sentences": 1}}
-
-
-def test_hits_may_move_but_not_rise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(language, "ROOT", tmp_path)
-    monkeypatch.setattr(language.read_counts, "__defaults__", (tmp_path / "counts.json",))
-    monkeypatch.setattr(language.write_counts, "__defaults__", (tmp_path / "counts.json",))
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("It says so.\n")
-    page = tmp_path / "docs" / "page.md"
-    assert language.main([]) == 0
-    (tmp_path / "README.md").write_text("It does so.\n")
-    page.write_text("It says so.\n")
-    assert language.main([]) == 0
-    assert read_counts(tmp_path / "counts.json")["docs/page.md"] == {"phrases": 1}
-    page.write_text("It says so. It said so.\n")
-    assert language.main([]) == 1
-    assert "docs/page.md: 2 phrases, limit 1" in capsys.readouterr().out
-    assert read_counts(tmp_path / "counts.json")["docs/page.md"] == {"phrases": 1}
-
-
 CODE = '''
 # Who waits
 # hears it told.
@@ -174,23 +128,25 @@ def test_there_is_no_is_plain() -> None:
     assert hits_in_document("If there is no folder, and there\nare no files, it waits.") == []
 
 
-def test_a_listed_phrase_is_not_counted_and_an_unused_entry_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hits = {"a/": [("a/b.py", hit) for hit in hits_in_document("It says no. It told us.")]}
+def test_a_listed_phrase_is_no_complaint_and_an_entry_without_a_phrase_is() -> None:
+    hits = [("a/b.py", hit) for hit in hits_in_document("It says no.\n\nIt told us.")]
     listed = {("a/b.py", "says"): "a field", ("a/c.py", "told"): "a field"}
-    monkeypatch.setattr(language, "LISTED", listed)
-    assert language.counted(hits) == {"a/": {"phrases": 1}}
-    assert language.unused(hits, listed) == [("a/c.py", "told")]
+    told, unused = language.complaints(hits, listed)
+    assert told.startswith("a/b.py:3: told (")
+    assert "a/c.py has no 'told' any more" in unused
 
 
-def test_a_plain_package_has_no_limit(tmp_path: Path) -> None:
-    path = tmp_path / "counts.json"
-    write_counts({"scripts/": {"phrases": 1}, "folder/": {"phrases": 2}}, path)
-    assert read_counts(path) == {"folder/": {"phrases": 2}}
-    assert language.risen({"scripts/": {"phrases": 1}}, read_counts(path)) == [
-        ("scripts/", "phrases", 1, 0)
-    ]
+def test_the_command_names_what_is_left_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(language, "ROOT", tmp_path)
+    monkeypatch.setattr(language, "LISTED", {})
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "README.md").write_text("It does so.\n")
+    assert language.main([]) == 0
+    (tmp_path / "scripts" / "a.py").write_text("# It says so.\n")
+    assert language.main([]) == 1
+    assert "scripts/a.py:1: says (" in capsys.readouterr().out
 
 
 def test_names_of_parameters_are_not_words() -> None:
