@@ -206,7 +206,7 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
             found["arithmetic"] = f"ours, {model.arithmetic.ops.NAME}"
             if case.arithmetic == TRANSFORMERS:
                 found["arithmetic"] = case.arithmetic
-                found["attention"] = model.parts.base.config._attn_implementation
+                found["attention"] = model.attention
                 found["way"] = model.way
             elif model.arithmetic.ops.NAME == "fast":
                 found["attention"] = fast_attention.library_name(device)

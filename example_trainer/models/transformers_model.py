@@ -24,9 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Arithmetic, Decoder
 from example_trainer.models.head import check_temperature, default_chunk, wide
-from example_trainer.models.ops import choose_operations
+from example_trainer.models.ops import choose_operations, fast_attention
 from example_trainer.models.packing import Packing
 from example_trainer.models.shards import Shards, Split, Total
+from example_trainer.models.transformers_attention import NAME as OWN_ATTENTION
+from example_trainer.models.transformers_attention import forwarding, register
 from example_trainer.models.transformers_layout import (
     TransformersGeometry,
     empty_model,
@@ -82,12 +84,14 @@ class _Parts:
         embedding, head: the two matrices' modules.
         layers: of the text part.
         text: names of its parameters.
+        attention: the attention that transformers chooses by itself.
     """
 
     def __init__(self, whole: PreTrainedModel) -> None:
         self.base, self.layers = whole.base_model, layers_of(whole.get_decoder())
         self.embedding, self.head = whole.get_input_embeddings(), whole.get_output_embeddings()
         self.text = text_parameters(whole)
+        self.attention: str = self.base.config._attn_implementation
         arguments = inspect.signature(self.base.forward).parameters
         self.takes_any = any(one.kind is one.VAR_KEYWORD for one in arguments.values())
         self.takes = set(arguments)
@@ -157,6 +161,7 @@ class TransformersModel(Decoder):
         self._dtype = computes_in or dtype
         self.arithmetic = Arithmetic(choose_operations(device, self._dtype))
         self.way: Way = WAYS[0]
+        self._refused = ""
         for name, module in whole.named_children():
             self.add_module(name, module)
         self.parts = _Parts(whole)
@@ -193,7 +198,12 @@ class TransformersModel(Decoder):
         self.require_positions(packing)
         if packing.shared:
             raise ValueError("transformers' models share no prefixes; pack whole sequences")
-        outputs = self.parts.base(**self._inputs(tokens, packing), use_cache=False)
+        alike = [packing.max_length] * len(packing.lengths)
+        padded = self.way == "one per row"
+        # transformers sees one row, or one for each sequence.
+        seen = Packing(alike, packing.device) if padded else packing
+        with forwarding(self.arithmetic.ops, seen, len(alike) if padded else 1):
+            outputs = self.parts.base(**self._inputs(tokens, packing), use_cache=False)
         return self._placed(outputs.last_hidden_state, packing)
 
     def chosen_logprobs(
@@ -294,8 +304,10 @@ class TransformersModel(Decoder):
                 self.way = way
                 try:
                     reached = self._reached()
-                except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+                except Exception as error:  # noqa: BLE001 - classes and kernels raise errors of their own
                     reason = " ".join(str(error).split())
+                    if attention == OWN_ATTENTION:
+                        self._refused = f" (not ours: {reason})"
                     continue
                 if bool(reached[-1]):
                     raise ModelError(
@@ -309,23 +321,36 @@ class TransformersModel(Decoder):
         )
 
     def _attentions(self) -> list[str]:
+        """Return names of attention functions, the preferred ones first."""
         from transformers.utils import is_flash_attn_2_available
 
-        base = self.parts.base
-        names = [base.config._attn_implementation]
+        base, names = self.parts.base, [self.parts.attention]
         on_gpu = self.output_weight.is_cuda and self.dtype.itemsize == 2
         if on_gpu and base._supports_flash_attn and is_flash_attn_2_available():
             names.insert(0, "flash_attention_2")
+        if base._can_set_attn_implementation():
+            register()
+            names.insert(0, OWN_ATTENTION)
         return names
 
+    @property
+    def attention(self) -> str:
+        """The name of the attention, for logs."""
+        name: str = self.parts.base.config._attn_implementation
+        if name != OWN_ATTENTION:
+            return name + self._refused
+        ops = self.arithmetic.ops
+        if ops.NAME != "fast":
+            return f"ours ({ops.NAME})"
+        return f"ours ({fast_attention.library_name(self.output_weight.device)})"
+
     def _report_way(self) -> None:
-        attention = self.parts.base.config._attn_implementation
-        how = f"sequences are packed, attention is {attention}"
+        how = f"sequences are packed, attention is {self.attention}"
         if self.way == "one per row":
             how = (
                 "sequences are forwarded one per row, padded to the longest of a microbatch: "
                 f"transformers' {self.geometry.architecture} does not keep packed ones apart here; "
-                f"attention is {attention}"
+                f"attention is {self.attention}"
             )
         logger.info("model: %s", how)
 

@@ -31,7 +31,14 @@ _VISION = {
 }
 _MEDIA_ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 CONFIGS: dict[str, dict[str, Any]] = {
-    # A sliding window, and a cap on the logits.
+    # Sliding windows in one layer, none in the other; queries share keys.
+    "Cohere2": _SIZES
+    | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"logit_scale": 0.5},
+    # Sinks of attention.
+    "GptOss": _SIZES
+    | {"head_dim": 8, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # A sliding window, a cap on the scores of attention, and one on the logits.
     "Gemma2": _SIZES | {"head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 0.5},
     # A tied matrix, and a factor of the logits.
     "Cohere": _SIZES | {"logit_scale": 0.25, "tie_word_embeddings": True},
