@@ -8,7 +8,7 @@ usage() {
 usage: scripts/setup.sh [--cpu | --gpu] [--venv DIR]
 
   --cpu        install vLLM's CPU build (requirements-cpu.txt, every package pinned by hash)
-  --gpu        install vLLM for NVIDIA GPUs (requirements-gpu.txt, likewise)
+  --gpu        install vLLM for NVIDIA GPUs (requirements-gpu.txt, pinned as well)
                Neither: --gpu if nvidia-smi lists a GPU, else --cpu.
   --venv DIR   virtual environment to make or update (default: .venv in the repository)
 
@@ -48,7 +48,7 @@ good_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' > /de
 find_python() {
   local candidate
   if [[ -n ${PYTHON:-} ]]; then
-    good_python "$PYTHON" || die "PYTHON=$PYTHON is no Python 3.11 or newer ($("$PYTHON" --version 2>&1 | head -n 1))"
+    good_python "$PYTHON" || die "PYTHON=$PYTHON is not Python 3.11 or newer ($("$PYTHON" --version 2>&1 | head -n 1))"
     echo "$PYTHON"
     return
   fi

@@ -12,7 +12,7 @@ if [[ ${1:-} == --all ]]; then
   shift
 fi
 scripts/setup.sh --venv "$venv" || exit 1
-# Where it is set, each of hundreds of processes compiles this project anew, and each worker rewrites every test's assertions.
+# Where it is set, each of hundreds of processes compiles this project again, and each worker rewrites every test's assertions.
 unset PYTHONDONTWRITEBYTECODE
 failed=()
 check() {
@@ -27,7 +27,7 @@ check() {
 }
 check ruff check .
 check ruff format --check .
-# Types are checked beside the tests, most of which wait.
+# Types are checked beside the tests, because most tests wait.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 { check mypy; check mypy -p scripts -p studies; } > "$types" 2>&1 &
@@ -37,8 +37,8 @@ if (($# > 0)); then
 else
   # So the tests are compiled once, and not by each worker at the same time.
   "$venv/bin/python" -m pytest --collect-only -qq > /dev/null 2>&1
-  # One more at a time than there are cores, since most tests wait for processes, and one for those that do little else; not more
-  # than 9, of which each takes 2 GB. tests/conftest.py says which tests stay together, and who has which.
+  # One more at a time than there are cores, since most tests wait for processes, and one for tests that do little else; not more
+  # than 9, since each takes 2 GB. tests/conftest.py distributes the tests over the workers.
   workers=$(($(nproc) < 7 ? $(nproc) + 2 : 9))
   # At the limit pytest is interrupted, so that it still names what failed until then.
   seconds=${LOCKSTEP_TEST_SECONDS:-4500}

@@ -63,6 +63,12 @@ HARD = re.compile(
 """Found wherever a phrase is; most strings of code do not have it, so that they are not parsed."""
 PARAMETERS = r"^ {4,}\w+(?:, \w+)*(?=: )"
 """Names in a docstring's list of parameters, attributes or exceptions."""
+TEXTS = {
+    ".sh": r"(?:^|(?<=\s))#[^\n]*(?:\n[ \t]*#[^\n]*)*|\"(?:\\.|[^\"\\])*\"|'[^']*'",
+    ".js": r"(?<![\\:])//[^\n]*(?:\n[ \t]*//[^\n]*)*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|`(?:\\.|[^`\\])*`",
+    ".jinja": r'""".*?"""|#[^\n]*',
+}
+"""Suffix of a script or template -> its comments and strings."""
 BULLET = r"[^\S\n]*(?:[-*+]|\d+\.)\s"
 PARAGRAPH = re.compile(
     rf"^\|.*$|^#.*$|^[^\n]*\S[^\n]*(?:\n(?!{BULLET}|[#|])[^\n]*\S[^\n]*)*", re.MULTILINE
@@ -258,8 +264,35 @@ def hits_in_code(source: str, messages: bool = True) -> list[Hit]:
     return sorted(found, key=lambda hit: hit.line)
 
 
+def hits_in_script(source: str, pattern: str) -> list[Hit]:
+    """List the hard phrases of comments and strings, which match one of TEXTS."""
+    found = []
+    for match in re.finditer(pattern, source, re.MULTILINE | re.DOTALL):
+        text = blank(r"\$\{[^{}]*(?:\}|\Z)|\$\w+|\{\{.*?\}\}", match[0], "x")
+        text = blank(r"^[ \t]*(?:#|//|/?\*+)", text)
+        text = re.sub(r"^[\"'`]+|[\"'`]+$|\*/$", " ", text)
+        if " " in text.strip() and HARD.search(text):
+            line = source.count("\n", 0, match.start())
+            found += [
+                hit._replace(line=line + hit.line)
+                for hit in hits_in_document(textwrap.dedent(text).lstrip(" "))
+                if hit.kind == "phrases"
+            ]
+    return found
+
+
+def hits_in(path: Path, messages: bool = True) -> list[Hit]:
+    """List what is to be reworded in a file; see hits_in_code for `messages`."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return hits_in_document(text)
+    if path.suffix in TEXTS:
+        return hits_in_script(text, TEXTS[path.suffix])
+    return hits_in_code(text, messages)
+
+
 def documents() -> list[Path]:
-    """List the documents that are counted."""
+    """List the documents that are read."""
     trainer = ROOT / "example_trainer" / "README.md"
     return [
         ROOT / "README.md",
@@ -270,16 +303,18 @@ def documents() -> list[Path]:
 
 def all_hits() -> list[tuple[str, Hit]]:
     """List what is to be reworded in all documents and packages, with the file."""
-    found = [
-        (str(path.relative_to(ROOT)), hit)
-        for path in documents()
-        for hit in hits_in_document(path.read_text(encoding="utf-8"))
-    ]
+    files = [(path, True) for path in documents()]
     for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            hits = hits_in_code(path.read_text(encoding="utf-8"), package not in SAMPLES)
-            found += [(str(path.relative_to(ROOT)), hit) for hit in hits]
-    return found
+        files += [
+            (path, package not in SAMPLES)
+            for path in sorted((ROOT / package).rglob("*.*"))
+            if path.suffix in (".py", *TEXTS) and "vendor" not in path.parts
+        ]
+    return [
+        (str(path.relative_to(ROOT)), hit)
+        for path, messages in files
+        for hit in hits_in(path, messages)
+    ]
 
 
 def complaints(hits: Iterable[tuple[str, Hit]], listed: Mapping[tuple[str, str], str]) -> list[str]:
@@ -303,10 +338,9 @@ def complaints(hits: Iterable[tuple[str, Hit]], listed: Mapping[tuple[str, str],
 def main(arguments: list[str]) -> int:
     """List the hits of these files, or all that are not listed; 1 if there are such."""
     for name in arguments:
-        text = Path(name).read_text(encoding="utf-8")
-        hits = hits_in_document(text) if name.endswith(".md") else hits_in_code(text)
+        hits = hits_in(Path(name))
         print(*(f"{name}:{hit.line}: {hit.text} ({hit.remedy})" for hit in hits), sep="\n")
-        print(f"{name}: {words(prose(text))} words, {dict(Counter(hit.kind for hit in hits))}")
+        print(f"{name}: {dict(Counter(hit.kind for hit in hits))}")
     if arguments:
         return 0
     lines = complaints(all_hits(), LISTED)

@@ -6,6 +6,9 @@ _JUDGE = "text that the judge reads; with another wording it would give other sc
 _TASK = "part of a generated task; with another wording a seed would give other tasks"
 
 LISTED: dict[tuple[str, str], str] = {
+    ("atroposlib/dashboard/static/weights.js", "What handing over takes …"): (
+        "a chart's title, which docs/images/ui_weights_light.png shows"
+    ),
     ("bench/async_modes.py", "meanwhile"): (
         "a title in docs/images/async_timelines.svg, which is drawn from the traces of a run"
     ),

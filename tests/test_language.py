@@ -152,3 +152,32 @@ def test_the_command_names_what_is_left_and_fails(
 def test_names_of_parameters_are_not_words() -> None:
     source = 'def f():\n    """Do it.\n\n    Args:\n        say, told: what it says.\n    """\n'
     assert [(hit.line, hit.text) for hit in hits_in_code(source)] == [(5, "says")]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "source", "hits"),
+    [
+        (".js", "// Who\n// told it.\nfetch(`https://said.it`);\n", [(2, "told")]),
+        (
+            ".js",
+            '/**\n * It is no\n * list.\n */\nshow("nobody is here", told);',
+            [(2, "is no list"), (5, "nobody")],
+        ),
+        (".js", "const url = /^https?:\\/\\//, said = `it ${told.said} us`;\n", []),
+        (
+            ".sh",
+            'told=1 # It\n# says so.\ndie "$told is no file"\n',
+            [(2, "says"), (3, "is no file")],
+        ),
+        (
+            ".jinja",
+            '"""It says {{ told }}."""\n\ntold = 1  # nobody waits\n',
+            [(1, "says"), (3, "nobody")],
+        ),
+    ],
+)
+def test_comments_and_strings_of_scripts_are_read(
+    suffix: str, source: str, hits: list[tuple[int, str]]
+) -> None:
+    found = language.hits_in_script(source, language.TEXTS[suffix])
+    assert [(hit.line, hit.text) for hit in found] == hits

@@ -8,10 +8,10 @@
 #       compare (two: 1.7B and, in what is left of eight minutes, 14B over broadcast, ours beside vLLM's own engine) ·
 #       2-crossed (two: 14B to two ranks from a trainer of two ranks, one of each on a GPU; a rank that is late; start MPS before,
 #       or the two processes of each GPU take turns) ·
-#       fleet-2 (two: 1.7B under 256 and 512 requests, keys and values anew and kept, beside vLLM's own engine; and 14B from FSDP2 over
+#       fleet-2 (two: 1.7B under 256 and 512 requests, keys and values recomputed and kept, beside vLLM's own engine; and 14B from FSDP2 over
 #       both to two ranks, crossed) ·
 #       fleet-4 (four: 1.7B to 1, 2 and 3 servers under 64 requests each, every one on a GPU of its own, beside vLLM's own engine) ·
-#       fleet-faults (four; two, or one, for those that need no more: a fleet of three light servers, needs no vLLM) ·
+#       fleet-faults (four; two, or one, for faults that need no more: a fleet of three light servers, needs no vLLM) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-crossed (four: 14B to four ranks from a trainer of four, one of each on a GPU; MPS as for 2-crossed) ·
 #       4-late (three or more: a rank that is late) · gathering (four; two and four ranks gather 14B; needs no vLLM) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
@@ -25,10 +25,10 @@
 #       trainer-speed (one; two for 14B over both; CASE names the only case to run, see bench/trainer_speed.py) · sampling-cost (one: what a token costs the server) ·
 #       whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
 #       learning (any number: methods compared, MODEL names what studies/word_problems/make_model.py wrote; the same again goes on,
-#       and trains what bench/results/learning.json lacks where the model is the one that was measured there) ·
+#       and trains what bench/results/learning.json lacks if the model was measured there) ·
 #       async (two, or one that they share: in turns, overlapped, off-policy by 1, 2 and 4; MODEL names a checkpoint's folder, else
 #       the starter model; LR its learning rate, 3e-4 if not given, which is far too much for a large one) ·
-#       modes (whole trainings, those that the GPUs suffice for; all with four) ·
+#       modes (whole trainings, as many kinds as the GPUs suffice for; all with four) ·
 #       ranks (two; one for the float16 servers: trainers that start their own ranks, and trainers beside a float16 server) · checks (one: tests/gpu/check_*.py) ·
 #       33-any-model (one: Qwen3-1.7B by the decoder of ours and through transformers) · 33-sampling, 33-updates (one: /generate at
 #       512 sequences, deterministic sampling, waits for updates) · 33-modes · 33-faults (one) · 33-parity (one) · 33-whole-run (two) ·
@@ -184,7 +184,7 @@ case $kind in
     ;;
   exact-on-ray)
     run 290 async_exact tests/gpu/check_async_exact.py
-    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') # those of CUDA_VISIBLE_DEVICES
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') # as in CUDA_VISIBLE_DEVICES
     [[ $gpus == 1 ]] || run 290 async_exact_broadcast tests/gpu/check_async_exact.py --copies 2 --name async_exact_broadcast
     ;;
   colocate) run 535 colocate bench/colocate.py ;;
@@ -294,7 +294,7 @@ case $kind in
     run 540 "$name" bench/whole_run.py "${whole[@]}" --name "$name$version" ${QUESTIONS:+--questions "$QUESTIONS"}
     ;;
   33-moe-checks)
-    # The checks are a GPU's; a CPU tries those of a mixture with tiny sizes.
+    # The checks are a GPU's; a CPU tries a mixture's with tiny sizes.
     mkdir -p "$out"
     program=(tests/gpu/check_deterministic_trainer.py --json "$out/moe_checks$version.json")
     [[ -z ${DRY:-} ]] || program=(-m pytest -q tests/gpu/test_mixture_checks.py)
@@ -346,7 +346,7 @@ case $kind in
       --loads "32 sequences" "256 sequences" --name "moe_sampling$version" ${layout[@]+"${layout[@]}"} ${tiny[@]+"${tiny[@]}"}
     ;;
   33-moe-trainer)
-    # What 80 GB hold: 5 layers with their optimizer; 12 with masters and moments in 91 GiB of the host's memory.
+    # 80 GB hold 5 layers with their optimizer; 12 with masters and moments in 91 GiB of the host's memory.
     few=(--shape qwen3-30b-a3b-5l) many=(--shape qwen3-30b-a3b-12l)
     [[ -z ${DRY:-} ]] || few=(--shape tiny-mixture --device cpu) many=(--shape tiny-mixture --device cpu)
     run 200 moe_trainer bench/trainer_speed.py --alone --only "1.7B, 4k" "1.7B, 4k, deterministic" --seconds 190 \

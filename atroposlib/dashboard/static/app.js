@@ -38,7 +38,7 @@ function leadElsewhere() {
 async function nameTheRun() {
   const page = await getJson("/ui/api/page");
   const run = shownRun() || page.run || "";
-  const name = page.name && run === page.run ? page.name : run.split("~")[0]; // what follows only tells runs of one name apart
+  const name = page.name && run === page.run ? page.name : run.split("~")[0]; // the rest only separates runs of one name
   $("run-name").textContent = name;
   $("run-name").title = page.folder ? `run ${name}, in ${page.folder}` : `run ${name}`;
   if (name && !document.title.startsWith(name)) {

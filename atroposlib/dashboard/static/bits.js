@@ -11,7 +11,7 @@ export function fieldsOf(value) {
   return [bits.slice(0, 1), bits.slice(1, 9), bits.slice(9)];
 }
 
-/** How many float32 numbers lie between two, of any signs; 0 if their bits are equal, null if one is no number. */
+/** The count of float32 numbers between two, of any signs; 0 if their bits are equal, null if one is not a number. */
 export function distance(a, b) {
   if (!Number.isFinite(a) || !Number.isFinite(b)) {
     return null;

@@ -1,5 +1,5 @@
 // One chart over steps: lines of one or several runs, or a stacked band, drawn by uPlot, with a legend that reads the values out at the
-// cursor, events on its axis, and buttons that save it. What all charts of a page share (zoom, smoothing, cursor, events) is in `Desk`.
+// cursor, events on its axis, and buttons that save it. `Desk` has what all charts of a page share (zoom, smoothing, cursor, events).
 
 import { colour, h, replace, withCode } from "./dom.js";
 import { eventAt, eventPlugin } from "./events.js";
@@ -13,7 +13,7 @@ const TALL = 320;
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
 const SYNC = "steps";
 
-/** What the charts of a page have in common. `changed` is called when a person zooms: (first, last), or (null, null) for everything. */
+/** The common state of the charts of a page. `changed` is called when a person zooms: (first, last), or (null, null) for everything. */
 export class Desk {
   constructor(changed) {
     this.charts = [];
@@ -50,7 +50,7 @@ export class Desk {
  * A chart in a figure of its own.
  *
  * `spec`: {id, title, unit, lines: [{name, label}], band: stacked or not, log: may be shown by powers of ten, fromZero, form: number to
- * text, empty: what is said while there is nothing}.
+ * text, empty: the text while there is nothing}.
  */
 export class Chart {
   constructor(desk, spec) {
@@ -105,7 +105,7 @@ export class Chart {
     this.draw();
   }
 
-  /** The lines that have something to show, in their order: a run's by the names of `spec`, for a band those of the first run alone. */
+  /** The lines that have something to show, in their order: a run's by the names of `spec`, for a band the first run's alone. */
   lines() {
     const several = this.runs.length > 1 && !this.spec.band;
     const found = [];
@@ -156,7 +156,7 @@ export class Chart {
     this.read(null);
   }
 
-  /** What uPlot draws for lines: what is smoothed in front, what was measured faint behind, the range of a bucket as a band. */
+  /** uPlot's series of lines: the smoothed line in front, the measured one faint behind, the range of a bucket as a band. */
   lineModel(lines) {
     const weight = this.desk.smoothing;
     const series = [];
@@ -254,7 +254,7 @@ export class Chart {
     }
   }
 
-  /** Say in words, and in attributes, what is drawn. */
+  /** Describe in words, and in attributes, what is drawn. */
   told(lines) {
     const first = lines[0];
     const last = first ? lastKnown(first.raw) : null;
@@ -273,7 +273,7 @@ export class Chart {
       return at === null ? lastKnown(values) : values[at];
     };
     this.at.textContent = at === null ? "" : this.stepsOf(data[0], at);
-    // Of several runs every line has one entry, with a value in the colour of each run: their names stand above the charts.
+    // If there are several runs, every line has one entry, with a value in the colour of each run: their names stand above the charts.
     const lines = new Map();
     for (const one of mains) {
       lines.set(one.line, [...(lines.get(one.line) ?? []), one]);
@@ -285,7 +285,7 @@ export class Chart {
     );
   }
 
-  /** The step of a point, or those that it stands for. */
+  /** The step of a point, or the steps that it stands for. */
   stepsOf(steps, at) {
     const severalRows = this.runs.length === 1 && this.runs[0].columns.exact === false && at > 0;
     const first = severalRows ? steps[at - 1] + 1 : steps[at];

@@ -36,7 +36,7 @@ export function replace(element, ...children) {
 const shown = new WeakMap();
 
 /**
- * Fill an element with what `make()` gives, if `what` (that which is shown, as data) is other than the last time: a text that somebody has
+ * Fill an element with what `make()` gives, if `what` (the shown data) is other than the last time: a text that a person has
  * selected, or that is being read out, is left alone while nothing of it changes.
  */
 export function renew(element, what, make) {
@@ -47,7 +47,7 @@ export function renew(element, what, make) {
   }
 }
 
-/** The same for a line of text, whoever else may have written there. */
+/** The same for a line of text, even if other code has written there. */
 export function say(element, text) {
   if (element.textContent !== visible(text)) {
     element.textContent = visible(text);

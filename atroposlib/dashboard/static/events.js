@@ -1,4 +1,4 @@
-// What happened in a run, on the axis of its charts and in a table: evaluations, restarts, refused updates, dropped groups.
+// The events of a run, on the axis of its charts and in a table: evaluations, restarts, refused updates, dropped groups.
 
 import { colour, h, keyed, renew } from "./dom.js";
 import { clock, number } from "./format.js";
@@ -21,7 +21,7 @@ export function chosen(events, groups) {
   return events.filter((event) => !hidden.has(event.kind));
 }
 
-/** Draws events as thin lines with a mark at the top. `events()` gives those that are switched on. */
+/** Draws events as thin lines with a mark at the top. `events()` gives the ones that are switched on. */
 export function eventPlugin(events) {
   return {
     hooks: {

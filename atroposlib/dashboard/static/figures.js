@@ -3,16 +3,16 @@
 import { bytes, number, percent, seconds } from "./format.js";
 import { lastKnown, onOneAxis } from "./series.js";
 
-/** One a chart. `lines`: columns of metrics.jsonl. `group(names)` adds those that only some runs have. */
+/** One a chart. `lines`: columns of metrics.jsonl. `group(names)` adds lines that only some runs have. */
 export const CHARTS = [
   { id: "reward", title: "Reward", lines: [{ name: "reward_mean", label: "mean" }], group: (names) => several(names, "reward/") },
   {
     id: "success",
     title: "Solved items",
-    empty: "No environment says which items are solved (`successes` of its groups).",
+    empty: "No environment reports which items are solved (`successes` of its groups).",
     fromZero: true,
     form: percent,
-    lines: [{ name: "success_rate", label: "of all that say so" }],
+    lines: [{ name: "success_rate", label: "of all with a known success" }],
     group: (names) => several(names, "success/"),
   },
   { id: "accuracy", title: "Accuracy", lines: [], fromZero: true, evaluations: true, empty: "No evaluation yet: environments measure every `--env.steps_per_eval` steps." },
@@ -141,8 +141,8 @@ function isAccuracy(name) {
 /**
  * Evaluations, and what environments count of their own rollouts, on one axis: the weight version that was measured.
  *
- * Returns {columns, lines}: columns as `columnsOf` gives them, lines for the chart; of an evaluation's numbers those that are an accuracy
- * by their name, or all if none is.
+ * Returns {columns, lines}: columns as `columnsOf` gives them, lines for the chart; of an evaluation's numbers the accuracies
+ * by their names, or all if there are none.
  */
 export function accuracyOf(run, evaluations, columns) {
   const found = new Map();

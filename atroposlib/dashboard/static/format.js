@@ -69,7 +69,7 @@ export function bytes(value) {
   return `${value} B`;
 }
 
-/** How long ago a Unix time was: `just now`, `12 s ago`. */
+/** The age of a Unix time: `just now`, `12 s ago`. */
 export function ago(time, now) {
   if (time === null || time === undefined) {
     return UNKNOWN;
@@ -94,7 +94,7 @@ export function count(value, word, words = `${word}s`) {
   return value === null || value === undefined ? `${UNKNOWN} ${words}` : `${number(value)} ${value === 1 ? word : words}`;
 }
 
-/** A model's name; of one in a folder, the folder's alone: where it is says nothing of it. */
+/** A model's name; of one in a folder, the folder's alone: its place does not describe it. */
 export function modelName(model) {
   return model?.startsWith("/") ? model.replace(/\/+$/, "").split("/").at(-1) : (model ?? "");
 }

@@ -1,4 +1,4 @@
-// Every run that is known here, the one that goes on and those that ended; each opens the same pages, several are drawn over one another.
+// Every run that is known here, the live one and ended ones; each opens the same pages, several are drawn over one another.
 
 import { $, h, keyed, replace } from "./dom.js";
 import { clock, count, modelName, number, seconds } from "./format.js";

@@ -1,8 +1,8 @@
-// Asking the service. Every request ends within a deadline, and every refusal says what was asked and what came back.
+// Asking the service. Every request ends within a deadline, and every refusal names the request and the answer.
 
 const SECONDS = 30;
 
-let leaving = false; // what was asked for is then cut off, and nobody is there to be told so
+let leaving = false; // requests are then cut off, and no person is there to read why
 globalThis.addEventListener?.("pagehide", () => (leaving = true));
 globalThis.addEventListener?.("pageshow", () => (leaving = false));
 
@@ -31,7 +31,7 @@ export function address(path, parameters = {}) {
 /**
  * The JSON that an address answers. Where the session has ended the page goes to the sign-in.
  *
- * Throws RefusedError: no answer, one that is no JSON, or another one than 200.
+ * Throws RefusedError: no answer, one that is not JSON, or another one than 200.
  */
 export async function getJson(path, parameters = {}) {
   const url = address(path, parameters);
@@ -53,7 +53,7 @@ export async function getJson(path, parameters = {}) {
     toSignIn();
   }
   if (!answer.ok || told === null) {
-    const what = answer.ok ? "the answer was cut off, or is no JSON" : `status ${answer.status}`;
+    const what = answer.ok ? "the answer was cut off, or is not JSON" : `status ${answer.status}`;
     throw new RefusedError(told?.error ?? `${url}: ${what}`, answer.status);
   }
   return told;

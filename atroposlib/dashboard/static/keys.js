@@ -4,7 +4,7 @@ import { $, h } from "./dom.js";
 
 const shortcuts = new Map();
 
-/** `act(event)` on that key. `what` is what `?` says of it. */
+/** `act(event)` on that key. `what` is its description under `?`. */
 export function shortcut(key, what, act) {
   shortcuts.set(key, { what, act });
 }

@@ -1,11 +1,11 @@
-// One stream of server-sent events for the page, whoever listens. It reconnects by itself, more slowly each time.
+// One stream of server-sent events for all parts of the page. It reconnects by itself, more slowly each time.
 
 import { address, shownRun, toSignIn } from "./http.js";
 
 const KINDS = ["hello", "rows", "stack", "event", "evaluation", "weights", "rollouts", "heartbeat", "bye"];
 const FIRST_WAIT = 1000;
 const LONGEST_WAIT = 15000;
-const SILENCE = 30000; // the service says something every ten seconds
+const SILENCE = 30000; // the service sends something every ten seconds
 const FIRST_LOAD = 1500;
 const RELOAD_EVERY = 5000;
 
@@ -17,7 +17,7 @@ let heard = 0;
 let greeting = null;
 
 /**
- * Listen to a kind of event: those of the contract, and
+ * Listen to a kind of event: a kind of the contract, or
  *   `connected`: {…hello}, at the start and after every reconnect: ask for everything again;
  *   `state`: "connecting", "live", "lost", "full" while too many pages are open, or "offline" where the page is of files.
  */
@@ -81,7 +81,7 @@ function take(kind, text) {
   try {
     data = JSON.parse(text);
   } catch (error) {
-    console.error(`an event of kind ${kind} is no JSON: ${error.message}`);
+    console.error(`an event of kind ${kind} is not JSON: ${error.message}`);
     return;
   }
   if (kind === "hello") {
@@ -126,7 +126,7 @@ function again() {
     tell("state", "lost");
   }
   window.setTimeout(async () => {
-    // An EventSource does not say why it was refused; a session that has ended shall lead to the sign-in.
+    // An EventSource does not give the reason of a refusal; a session that has ended shall lead to the sign-in.
     const answer = await fetch("/ui/api/page", { credentials: "same-origin", signal: AbortSignal.timeout(10000) }).catch(() => null);
     if (answer?.status === 401) {
       toSignIn();

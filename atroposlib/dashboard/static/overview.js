@@ -18,8 +18,8 @@ const MOST_RUNS = 8;
 const DRAW_EVERY = 250;
 const AGE_EVERY = 5000;
 const STREAM_SAID = {
-  lost: "The rollout service does not answer; what is below is what it said last.",
-  full: "Too many pages are open, and this one is told nothing new: close some of the others.",
+  lost: "The rollout service does not answer; the page shows its last answers.",
+  full: "Too many pages are open, and this one gets nothing new: close some of the others.",
 };
 const RANGES = [
   ["all", null],
@@ -46,7 +46,7 @@ const page = {
 const desk = new Desk(zoomed);
 const charts = CHARTS.map((spec) => desk.add(new Chart(desk, { ...spec })));
 
-/** What a chart needs of a run that was not asked for yet. */
+/** Load the columns that a chart needs of a run and that were not requested yet. */
 async function load(id, zoom = null) {
   const { names } = await getJson("/ui/api/names", { run: id });
   const wanted = wantedNames([...CHARTS, ...page.extra.map(chartOf)], names);
@@ -153,7 +153,7 @@ function drawVitals(run, measured) {
   keyed($("vitals"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [, value, how]) => renew(row.lastElementChild, [value, how], () => [value, how ? h("small", {}, ` ${how}`) : null]));
 }
 
-/** The service has told how the stack is. */
+/** The service has sent the state of the stack. */
 function take(stack) {
   page.stack = stack.time === null ? null : stack;
   page.told = Date.now() / 1000;
@@ -346,7 +346,7 @@ live.on("evaluation", (evaluation) => {
 live.on("state", (state) => {
   page.connection = state;
   page.lost = state === "lost" ? (page.lost ?? Date.now() / 1000) : null;
-  if (state in STREAM_SAID) { // when the stream is there again, the page is loaded anew, and drawn then
+  if (state in STREAM_SAID) { // when the stream is there again, the page is loaded again, and drawn then
     drawStatus(Date.now() / 1000);
   }
 });

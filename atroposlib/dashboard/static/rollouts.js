@@ -185,6 +185,6 @@ shortcut("j", "next rollout", () => move(1));
 shortcut("k", "the one before", () => move(-1));
 shortcut("/", "search for a text", () => $("text").focus());
 shortcut("m", "more of the list", () => $("more").hidden || $("more").click());
-shortcut("r", "the list anew", () => ask());
+shortcut("r", "reload the list", () => ask());
 
 begin();

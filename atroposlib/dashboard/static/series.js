@@ -17,10 +17,10 @@ export function columnsOf(answer) {
 
 /**
  * Append new rows of metrics.jsonl to columns, in place: each is a point of its own, also where those before stand for several rows. A row
- * of a step that is there already adds what was not known of it: it came with the answer that the page asked for meanwhile, or tells what
- * the environment has said since.
+ * of a step that is there already adds values that were not known: the step came with an answer to the page before, or the environment has
+ * sent the values since.
  *
- * Returns whether they could be: not where the file was begun anew, where a step does not follow, or where there would be more than `most`
+ * Returns whether they could be: not where the file was begun again, where a step does not follow, or where there would be more than `most`
  * points, and it is time to ask for fewer.
  */
 export function appendRows(columns, message, most = Infinity) {
@@ -56,7 +56,7 @@ export function appendRows(columns, message, most = Infinity) {
 /**
  * Exponential moving average, corrected for its beginning: the first value is itself, and none is drawn towards 0.
  *
- * `weight` from 0 (as it is) to below 1. What is not known stays so and counts for nothing.
+ * `weight` from 0 (as it is) to below 1. An unknown value stays unknown and counts for nothing.
  */
 export function smoothed(values, weight) {
   if (weight <= 0) {
@@ -99,7 +99,7 @@ export function onOneAxis(lines) {
   ];
 }
 
-/** Columns added up from the first to the last, for a stacked band. What is not known counts as 0. */
+/** Columns added up from the first to the last, for a stacked band. An unknown value counts as 0. */
 export function stacked(columns) {
   const sums = [];
   for (const column of columns) {
@@ -125,7 +125,7 @@ export function lastKnown(values) {
   return null;
 }
 
-/** How many values are known. */
+/** The number of known values. */
 export function knownCount(values) {
   return values.reduce((count, value) => count + (value !== null && value !== undefined ? 1 : 0), 0);
 }
@@ -147,7 +147,7 @@ export function extent(low, high, fromZero) {
 }
 
 /**
- * A table as CSV (RFC 4180). `header`: names; `columns`: as many lists. What is not known is an empty cell, numbers have all their digits.
+ * A table as CSV (RFC 4180). `header`: names; `columns`: as many lists. An unknown value is an empty cell, numbers have all their digits.
  * A text that a spreadsheet would take for a formula gets an apostrophe before it.
  */
 export function toCsv(header, columns) {

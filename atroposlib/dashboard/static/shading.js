@@ -1,4 +1,4 @@
-// How a number of a token becomes a shade, and the legend that says so. Pure but for the legend.
+// The shade of a token's number, and its legend. Pure but for the legend.
 
 import { h, replace } from "./dom.js";
 import { number } from "./format.js";
@@ -6,7 +6,7 @@ import { number } from "./format.js";
 const LEAST_DIFFERENCE = 1e-4;
 const MOST_ENTROPY = 3;
 
-/** What a token can be shaded by: `depth(value, scale)` from 0 to 1, `sign` says whether low and high differ, `legend` has examples. */
+/** The numbers that can shade a token: `depth(value, scale)` from 0 to 1, `sign` is true if low and high differ, `legend` has examples. */
 export const SHADES = {
   logprob: {
     what: "probability under the sampler",

@@ -8,9 +8,9 @@ export const BADGES = { good: "good", faulty: "bad", gone: "bad", starting: "war
 const QUIET = 5; // seconds; asking is their habit
 
 /**
- * What is drawn, from `GET /ui/api/stack`. Pure.
+ * The picture's contents, from `GET /ui/api/stack`. Pure.
  *
- * Returns boxes by their place in the picture: {id, name, title, state, said, facts: [[what, value], …], parts: boxes inside}, and the
+ * Returns boxes by their place in the picture: {id, name, title, state, `said`, facts: [[what, value], …], parts: boxes inside}, and the
  * texts of the arrows between them. `now`: Unix time, for how long ago the last sign of a process was.
  */
 export function pictureOf(stack, now = stack.time) {
@@ -37,7 +37,7 @@ function signed(box, stack, now) {
   return { ...box, state: STATES[sign.state], said: signText(sign, now) };
 }
 
-/** What a sign says, such as `no sign for 5 min` or `the run has ended, at 18:03:12`. Pure. */
+/** The text of a sign, such as `no sign for 5 min` or `the run has ended, at 18:03:12`. Pure. */
 export function signText(sign, now) {
   if (sign.state === "silent") {
     return sign.seen === null ? "no sign" : `no sign for ${seconds(Math.max(0, Math.round(now - sign.seen)))}`;
@@ -129,10 +129,10 @@ function serverBox(stack, state) {
 }
 
 /**
- * The stack as it is now, some time after the service told of it. Pure.
+ * The stack as it is now, some time after the service sent it. Pure.
  *
- * `passed`: seconds since it was told; `lost`: Unix time since which the service does not answer, null while it does. What is seen of
- * the others is as old as the service's last word, so their ages stand still from there on.
+ * `passed`: seconds since it was sent; `lost`: Unix time since which the service does not answer, null while it does. The others' states
+ * are as old as the service's last answer, so their ages stand still from there on.
  */
 export function aged(stack, passed, lost = null) {
   const older = (age) => (age === null || age === undefined ? age : age + Math.max(0, passed));
@@ -146,9 +146,9 @@ export function aged(stack, passed, lost = null) {
 }
 
 /**
- * How the run is, in a sentence. Pure.
+ * The state of the run, in a sentence. Pure.
  *
- * `written`: what is known of it from its files, for a run that no service tells of.
+ * `written`: what is known of it from its files, for a run without a service.
  */
 export function sentence(stack, written, now) {
   const { servers = [], environments = [], trainer = {}, service = {}, faults = [] } = stack ?? {};
@@ -166,7 +166,7 @@ export function sentence(stack, written, now) {
   return trainer.registered ? `Training: ${parts.join(", ")}.` : `Waiting for a trainer: ${parts.join(", ")}.`;
 }
 
-/** The one fault that the service cannot tell of itself. */
+/** The one fault that the service cannot report of itself. */
 function silence(since) {
   const remedy = "See its log (`scripts/logs.sh service`). Its process is gone? `scripts/start.sh --resume service`: it goes on with what it has stored.";
   return { part: "service", severity: "error", text: "It does not answer.", remedy, since };
@@ -229,7 +229,7 @@ export function drawFaults(element, faults, now) {
   );
 }
 
-/** What a fault begins with: its part, but for a name that its sentence says already. */
+/** The beginning of a fault: its part, but for a name that its sentence has already. */
 function nameOf(fault) {
   const [kind, ...rest] = fault.part.split(" ");
   const said = rest.length > 0 && fault.text.includes(rest.join(" "));

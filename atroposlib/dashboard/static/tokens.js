@@ -1,4 +1,4 @@
-// The tokens of one rollout, by pieces: read from the service as they are scrolled to, shaded, and told exactly where one points.
+// The tokens of one rollout, by pieces: read from the service as they are scrolled to, shaded, and shown with all numbers where one points.
 
 import { h, replace } from "./dom.js";
 import { count, number } from "./format.js";
@@ -12,7 +12,7 @@ const MOST_CHUNKS = 12;
  * One rollout's transcript.
  *
  * `chunk`: tokens that are asked for at a time. `onFacts(facts)`: a token is pointed at, by mouse, focus or keyboard. `onLoad()`: tokens
- * came. Of a very long rollout only the chunks around the reader stay in the page.
+ * came. If a rollout is very long, only the chunks around the reader stay in the page.
  */
 export class TokenView {
   constructor(group, rollout, { chunk = 1000, onFacts = () => {}, onLoad = () => {} } = {}) {
@@ -39,7 +39,7 @@ export class TokenView {
     this.element.addEventListener("focus", () => this.point(this.active ?? this.element.querySelector("[data-token]"), false));
   }
 
-  /** Ask for the tokens around a position, in the place of those that are shown. */
+  /** Ask for the tokens around a position, in the place of the shown ones. */
   async show(position = 0) {
     this.chunks = [];
     this.active = null;
@@ -148,7 +148,7 @@ export class TokenView {
     return [...this.element.querySelectorAll(".sampled [data-token]")].reduce((most, element) => Math.max(most, Math.abs(shadedBy(name, this.factsOf(element)) ?? 0)), 0);
   }
 
-  /** Whether anything shown has this number. */
+  /** True if anything shown has this number. */
   knows(name) {
     return this.chunks.some(({ told }) => {
       const has = (column) => (told.columns[column] ?? []).some((value) => value !== null);
@@ -214,7 +214,7 @@ export class TokenView {
   }
 }
 
-/** What is known of a token, as terms and values. */
+/** The known values of a token, as terms and values. */
 export function factsShown(facts) {
   const exact = (value) => (value === null ? null : String(value));
   const rounded = (value) => (value === null ? null : String(Number(value.toPrecision(9)))); // of two numbers of 32 bits

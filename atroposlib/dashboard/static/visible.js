@@ -1,8 +1,8 @@
-// Text that somebody else wrote, as nodes of text: what a terminal or the order of writing would act on is shown as a sign.
+// Text from outside, as nodes of text: what a terminal or the order of writing would act on is shown as a sign.
 
 const SIGNS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\ud800-\udfff](?![\udc00-\udfff])/gu;
 
-/** What stands for a character that cannot be seen: `␛` for escape, `‹U+202E›` for one that turns the direction of text. */
+/** The sign for a character that cannot be seen: `␛` for escape, `‹U+202E›` for one that turns the direction of text. */
 export function signOf(character) {
   const code = character.codePointAt(0);
   if (code < 0x20) {

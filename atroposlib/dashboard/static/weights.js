@@ -24,7 +24,7 @@ const desk = new Desk(() => undefined);
 const page = { weights: null, stack: null };
 const charts = {
   phases: desk.add(new Chart(desk, { id: "sync-phases", title: "What handing over takes", unit: "a step, by phase", band: true, form: seconds, lines: [] })),
-  gaps: desk.add(new Chart(desk, { id: "halted", title: "Longest halt of an engine", unit: "by version", fromZero: true, form: seconds, lines: [], empty: "No server has told of an update yet." })),
+  gaps: desk.add(new Chart(desk, { id: "halted", title: "Longest halt of an engine", unit: "by version", fromZero: true, form: seconds, lines: [], empty: "No server has reported an update yet." })),
   bits: desk.add(new Chart(desk, { id: "compared", title: "Tokens compared", unit: "a step", fromZero: true, form: whole, lines: [{ name: "compared_tokens", label: "compared" }, { name: "mismatched_tokens", label: "that differ" }, { name: "older_tokens", label: "of older weights" }], empty: "Not in deterministic mode." })),
   moved: desk.add(new Chart(desk, { id: "moved", title: "Bytes moved", unit: "a step", fromZero: true, form: bytes, lines: [{ name: "bytes_moved", label: "to all servers" }] })),
 };
@@ -47,7 +47,7 @@ function draw() {
   drawUpdates(updates);
 }
 
-/** Whether all serve the same, and what the trainer sent. */
+/** A sentence: do all serve the same, and what has the trainer sent? */
 function sentence(servers, newest) {
   if (!servers.length) {
     return newest ? `The trainer's last update was step ${number(newest.step)}.` : "No update yet.";
@@ -81,7 +81,7 @@ function standingOf(server) {
   return row?.standing === "joining" ? ["starting", row.reason] : ["good", ""];
 }
 
-/** What of a stack tells that a server has more to say. */
+/** The part of a stack that changes when a server has more to report. */
 function troubles(stack) {
   return JSON.stringify(stack.servers.map((server) => [server.url, server.health, server.standing, server.failures, server.last_error]));
 }
@@ -245,7 +245,7 @@ live.on("rows", reload);
 live.on("weights", reload);
 live.on("stack", (stack) => {
   if (page.stack && troubles(stack) !== troubles(page.stack)) {
-    reload(); // what a server says of its trouble is not in the stack
+    reload(); // a server's text on its trouble is not in the stack
   }
   page.stack = stack;
   if (page.weights) {
@@ -254,7 +254,7 @@ live.on("stack", (stack) => {
 });
 live.on("state", (state) => {
   if (state === "lost") {
-    say($("headline"), "The rollout service does not answer; what is below is what it said last.");
+    say($("headline"), "The rollout service does not answer; the page shows its last answers.");
   }
 });
 $("charts").append(...Object.values(charts).map((chart) => chart.figure));
