@@ -189,7 +189,7 @@ class VLLMClient:
             try:
                 response = self._http.get(path, timeout=QUICK_SECONDS)
                 if response.status_code == 404:
-                    routes = path[: path.index("/", 1)]
+                    routes = "/" + path.split("/")[1]
                     raise BridgeError(
                         f"{self.url} is a server without {routes} routes; start it with {start}{instead}"
                     )

@@ -20,6 +20,7 @@ from example_trainer.deterministic.pairing import deterministic_decoder, model_p
 from example_trainer.models import Decoder
 from example_trainer.models.packing import Packing
 from vllm_patching.batch_invariant import reference
+from vllm_patching.batch_invariant.plan import SumPlan, plan_of
 from vllm_patching.server.routes import LockstepService
 from vllm_patching.weights.families import Geometry
 
@@ -32,11 +33,13 @@ class Sampler:
     Args:
         model: the server's; its parameters are the decoder's.
         config: of the checkpoint.
+        plan: of its sums, as of a server with so many ranks.
     """
 
-    def __init__(self, model: torch.nn.Module, config: dict[str, Any]) -> None:
+    def __init__(self, model: torch.nn.Module, config: dict[str, Any], plan: SumPlan) -> None:
         self.model = model
-        self.decoder: Decoder = deterministic_decoder(Geometry.from_config(config), torch.float32)
+        geometry = Geometry.from_config(config)
+        self.decoder: Decoder = deterministic_decoder(geometry, torch.float32, plan=plan)
 
     def report(self) -> dict[str, Any]:
         """The report of deterministic mode, as the self-test's."""
@@ -88,11 +91,12 @@ def in_float64(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def add_sampling(
     app: FastAPI, service: LockstepService, engine: Any, model: Any, config: dict[str, Any]
 ) -> None:
-    """Put a light server into deterministic mode, and have it sample. A report that it has already
-    replaces entries of its kernels.
+    """Put a light server into deterministic mode, and have it sample, by the sum plan of the report
+    that it has already. This report replaces entries of its kernels.
     """
-    sampler = Sampler(model, config)
-    report, changed = sampler.report(), service.deterministic or {}
+    changed = service.deterministic or {}
+    sampler = Sampler(model, config, plan_of(changed))
+    report = sampler.report()
     report["provenance"] |= changed
     service.deterministic = report
 

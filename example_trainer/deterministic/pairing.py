@@ -22,7 +22,11 @@ from example_trainer.models.ops import invariant
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.fleet_updates import at_once
-from example_trainer.weight_bridge.server import BridgeServer, configured_servers
+from example_trainer.weight_bridge.server import (
+    BridgeServer,
+    ParameterServer,
+    configured_servers,
+)
 from vllm_patching.batch_invariant.plan import PARTS, SumPlan, plan_of
 from vllm_patching.batch_invariant.provenance import provenance, table_hash
 from vllm_patching.batch_invariant.settings import SettingsError, enable_settings
@@ -70,8 +74,8 @@ def agreed_plan(
     """Return the sum plan of the servers, before a model is loaded; one part without
     --deterministic. Collective.
 
-    The first configured server that answers decides. Servers with another plan are refused when
-    they are paired with. So are servers of several parts behind a parameter server.
+    The first configured server that answers decides, or the first behind a parameter server.
+    Servers with another plan are refused when they are paired with.
 
     Args:
         geometry: of the model.
@@ -80,11 +84,14 @@ def agreed_plan(
         PairingError: this trainer cannot follow the plan, or a server is not in deterministic mode.
         BridgeError: no server answers.
     """
-    if not config.deterministic or config.parameter_servers:
+    if not config.deterministic:
         return SumPlan()
 
     def ask() -> int:
-        url, info = next(iter(_present_servers(config, stop).items()))
+        if config.parameter_servers:
+            url, info = _server_behind(config, stop)
+        else:
+            url, info = next(iter(_present_servers(config, stop).items()))
         tensor_ranks = 1
         if config.single_copy:
             tensor_ranks = ranks.world_size
@@ -205,6 +212,27 @@ def _present_servers(config: TrainerConfig, stop: StopSignal | None) -> dict[str
     if len(answers.ok) < least:
         raise next(iter(answers.failed.values()))
     return {url: answers.ok[url] for url in servers if url in answers.ok}
+
+
+def _server_behind(config: TrainerConfig, stop: StopSignal | None) -> tuple[str, dict[str, Any]]:
+    """Return the address and the report, as in /bridge/info, of a vLLM server that gets its weights
+    from a parameter server.
+
+    Raises:
+        BridgeError: no parameter server names one.
+    """
+    servers = {server.url: server for server in configured_servers(ParameterServer, config, stop)}
+    try:
+        calls = {url: server.wait_for_report for url, server in servers.items()}
+        limit = config.service_timeout + config.bridge_timeout
+        answers = at_once(calls, limit, config.server_patience)
+    finally:
+        for server in servers.values():
+            server.close()
+    if not answers.ok:
+        raise next(iter(answers.failed.values()))
+    report = next(answers.ok[url] for url in servers if url in answers.ok)
+    return str(report["server"]), {"deterministic": report}
 
 
 def make_pairing(

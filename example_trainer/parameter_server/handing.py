@@ -216,6 +216,24 @@ class Handing:
             )
         return ""
 
+    def report(self) -> dict[str, Any]:
+        """Return the report of deterministic mode of the first vLLM server in that mode, with its
+        address as `server`, for any thread; empty if no vLLM server answers now.
+
+        Raises:
+            ConfigError: no server that answers is in that mode.
+        """
+        infos = self.bridge.infos()
+        for url, info in infos.items():
+            if report := info.get("deterministic"):
+                return {**report, "server": url}
+        if infos:
+            raise ConfigError(
+                f"the vLLM server at {next(iter(infos))} is not in deterministic mode; start it "
+                "with --deterministic"
+            )
+        return {}
+
     def table(self) -> list[dict[str, Any]]:
         """The servers and how they stand."""
         return self.bridge.fleet_table()

@@ -260,6 +260,8 @@ class ReceivingServer:
         """The servers that get weights from here, for GET /fleet."""
         self.sampling: Callable[[], str] = str
         """The logprobs mode of those servers; empty if none is known."""
+        self.report: Callable[[], dict[str, Any]] = dict
+        """The report of deterministic mode of those servers, see Handing.report."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready, self._failure = threading.Event(), ""
         self._server: uvicorn.Server | None = None
@@ -412,6 +414,16 @@ class ReceivingServer:
             if mode := self.sampling():
                 return JSONResponse({"logprobs_mode": mode})
             return JSONResponse({"error": "no vLLM server is known"}, 503)
+
+        @router.get("/deterministic")
+        def deterministic() -> JSONResponse:  # it asks the vLLM servers, so in a thread of its own
+            try:
+                report = self.report()
+            except ConfigError as error:
+                return JSONResponse({"error": str(error)}, 409)
+            if report:
+                return JSONResponse(report)
+            return JSONResponse({"error": "none of its vLLM servers answers"}, 503)
 
         app.include_router(router)
         bridge = self.bridge

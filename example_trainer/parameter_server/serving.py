@@ -84,7 +84,7 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
         stack.callback(handing.bridge.close)
         if server is not None:
             server.fleet, server.sampling = handing.table, lambda: handing.sampling.mode
-            handing.kernels.trainer_kernels = server.trainer_kernels
+            server.report, handing.kernels.trainer_kernels = handing.report, server.trainer_kernels
         num_bytes = sum(flat_layout(manifest)[1] for manifest in manifests)
         logger.info(
             "[ParameterServer] ready on port %d: %d parameters of %s in %s, %d copies of %.2f GB on %s, %d shard(s); waits "

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.checkpoint_sources import frozen_sources
 from example_trainer.weight_bridge.fleet import Fleet, not_good, table
 from example_trainer.weight_bridge.fleet_updates import (
+    LOOK_SECONDS,
     Board,
     FleetKeeper,
     FleetUpdates,
@@ -30,6 +32,7 @@ from example_trainer.weight_bridge.fleet_updates import (
     Member,
     UpdateGroup,
     Watch,
+    at_once,
 )
 from example_trainer.weight_bridge.server import (
     BridgeServer,
@@ -241,6 +244,16 @@ class BroadcastBridge(WeightBridge):
         """The servers and how they stand, on rank 0."""
         with self._keeper.lock:
             return table(self._keeper.fleet)
+
+    def infos(self) -> dict[str, dict[str, Any]]:
+        """Return what /bridge/info of every server answers at once, by address in the order of the
+        fleet, on rank 0. Servers without a good answer are left out. Any thread may call this.
+        """
+        with self._keeper.lock:
+            servers = [member.server for member in self._keeper.members.values()]
+        looks = {one.url: partial(one.look, "/bridge/info", LOOK_SECONDS) for one in servers}
+        answers = at_once(looks, LOOK_SECONDS + 1.0).ok
+        return {url: info for url in looks if (info := answers.get(url)) is not None}
 
     def server_restarted(self) -> bool:
         return bool(self._keeper.due())

@@ -353,6 +353,17 @@ class ParameterServer(BridgeServer):
     start_command = "`python -m example_trainer.parameter_server --model-name … --vllm-servers …`"
     instead = ", or train with --weight-bridge-mode shared_vllm"
 
+    def wait_for_report(self) -> dict[str, Any]:
+        """Return the report of deterministic mode of the first of its vLLM servers that answers,
+        and that `server`'s address. Waits until one does.
+
+        Raises:
+            BridgeError: none does in time, or none is in that mode.
+        """
+        return self.wait_for(
+            "/deterministic", "deterministic mode", self.start_command, self.instead
+        )
+
 
 def configured_servers(
     kind: Callable[..., Server],

@@ -31,7 +31,7 @@ from example_trainer.deterministic.pairing import (
     pair,
 )
 from example_trainer.deterministic.parity import PairingError, ParityCheck, ParityError, weights_sha
-from example_trainer.errors import ModelError
+from example_trainer.errors import BridgeError, ModelError
 from example_trainer.models import Decoder
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
@@ -456,6 +456,33 @@ def test_the_trainer_takes_the_plan_of_the_server_before_it_loads(tmp_path: Path
             make_pairing(options, other)
     plain = options.model_copy(update={"deterministic": False})
     assert agreed_plan(plain, SMALL, Ranks()) == SumPlan(1), "no server is asked"
+
+
+def held(options: dict[str, Any], *servers: HttpServer) -> dict[str, Any]:
+    """Options of a trainer of these parameter servers."""
+    addresses = [f"127.0.0.1:{server.port}" for server in servers]
+    bridge = {"weight_bridge_mode": "parameter_server", "parameter_servers": addresses}
+    return bridge | options
+
+
+def test_the_plan_comes_through_a_parameter_server(tmp_path: Path) -> None:
+    """The first has no vLLM server yet, and then none in deterministic mode."""
+    report = {"server": "http://v:9001", "provenance": {ENTRY: "parts=2"}, "rotary_table": "0a"}
+    idle = HttpServer(lambda _: (503, {"error": "none of its vLLM servers answers"}))
+    other = HttpServer(lambda _: (409, {"error": "the vLLM server at http://w is ordinary"}))
+    with idle, other, HttpServer(lambda _: (200, report)) as server:
+        short = {"service_timeout": 1, "server_patience": 0.1}
+        options = config(tmp_path, **held(short, idle, other, server))
+        assert agreed_plan(options, SMALL, Ranks()) == SumPlan(2)
+        odd = replace(SMALL, intermediate_size=41)
+        with pytest.raises(PairingError, match=r"^the vLLM server at http://v:9001 sums 2 parts"):
+            agreed_plan(options, odd, Ranks())
+        refused = config(tmp_path, **held(short, other))
+        with pytest.raises(BridgeError, match="refuses deterministic mode: the vLLM server at"):
+            agreed_plan(refused, SMALL, Ranks())
+        waiting = config(tmp_path, **held(short, idle))
+        with pytest.raises(BridgeError, match=r"no parameter server at .* \(none of its vLLM"):
+            agreed_plan(waiting, SMALL, Ranks())
 
 
 @pytest.mark.parametrize(
