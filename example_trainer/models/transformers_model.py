@@ -1,7 +1,8 @@
 """A model of transformers in the place of the decoder: the second tier of models.
 
-transformers computes the hidden states, packed. The logprobs and the entropy are ours, in chunks,
-and so is everything behind them: losses, optimizer, checkpoints. Its bits are not vLLM's.
+transformers computes the hidden states, packed. Attention, norms and gated MLPs are ours where the
+class computes the same. The logprobs and the entropy are ours, in chunks, and so is everything
+behind them: losses, optimizer, checkpoints. Its bits are not vLLM's.
 
 transformers' treatment of packed sequences depends on the class, on the device and on the kernels
 that are installed. So a model shows it before it is used: see `prepare`.
@@ -36,6 +37,7 @@ from example_trainer.models.transformers_layout import (
     module_tensors,
     text_parameters,
 )
+from example_trainer.models.transformers_operations import replace_modules
 from vllm_patching.weights.families import parameters
 
 if TYPE_CHECKING:
@@ -164,6 +166,7 @@ class TransformersModel(Decoder):
         self._refused = ""
         for name, module in whole.named_children():
             self.add_module(name, module)
+        replace_modules(whole.get_decoder(), self.arithmetic)
         self.parts = _Parts(whole)
         self.logit_factor = self.parts.factor(device)
         for name, tensor in self.held_tensors().items():
