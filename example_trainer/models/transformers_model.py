@@ -196,18 +196,22 @@ class TransformersModel(Decoder):
         """See Decoder.forward.
 
         Raises:
-            ValueError: spans share prefixes.
+            ValueError: spans share prefixes, or the class takes the rows in another way.
         """
         self.require_positions(packing)
         if packing.shared:
             raise ValueError("transformers' models share no prefixes; pack whole sequences")
-        alike = [packing.max_length] * len(packing.lengths)
-        padded = self.way == "one per row"
         # transformers sees one row, or one for each sequence.
-        seen = Packing(alike, packing.device) if padded else packing
-        with forwarding(self.arithmetic.ops, seen, len(alike) if padded else 1):
+        rows, seen = 1, packing
+        if self.way == "one per row":
+            rows = len(packing.lengths)
+            seen = Packing([packing.max_length] * rows, packing.device)
+        with forwarding(self.arithmetic.ops, seen, rows):
             outputs = self.parts.base(**self._inputs(tokens, packing), use_cache=False)
-        return self._placed(outputs.last_hidden_state, packing)
+        hidden: Tensor = outputs.last_hidden_state
+        if hidden.dim() != 3 or hidden.shape[:2] != (rows, seen.tokens // rows):
+            raise ValueError(f"its hidden states have the shape {list(hidden.shape)}")
+        return self._placed(hidden, packing)
 
     def chosen_logprobs(
         self,

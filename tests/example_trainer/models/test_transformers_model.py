@@ -128,6 +128,14 @@ def test_a_model_that_would_carry_state_over_forwards_one_sequence_per_row(
     assert model._reached()[:5].all()
 
 
+def test_a_way_that_gives_hidden_states_of_another_shape_is_not_chosen() -> None:
+    model = loaded("BioGpt")
+    assert model.way == "one per row"
+    model.way = "packed for media"
+    with pytest.raises(ValueError, match=r"hidden states have the shape \[4, 1, 9, 32\]"):
+        model._reached()
+
+
 def test_attention_alone_is_packed() -> None:
     assert loaded("Mixtral").way == "packed"
 

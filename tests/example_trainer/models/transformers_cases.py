@@ -42,6 +42,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Gemma2": _SIZES | {"head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 0.5},
     # A tied matrix, and a factor of the logits.
     "Cohere": _SIZES | {"logit_scale": 0.25, "tie_word_embeddings": True},
+    # Positions that are learned; rows of media positions give it hidden states of another shape.
+    "BioGpt": _SIZES,
     # Positions that are learned, and tensors whose names look like ignored ones.
     "GPT2": {
         "vocab_size": 97,
