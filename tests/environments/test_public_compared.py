@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
+
+import pytest
 
 from tests.environments.public.compare import asked_differently, differences
 from tests.environments.public.model_standin import logprob, prompt_table, up_to_stop
+from tests.environments.public.recorder import Recorder
 
 
 def group(**more: Any) -> dict[str, Any]:
@@ -37,6 +41,25 @@ def test_a_number_that_differs_is_named_with_its_place() -> None:
     )
     moved = group(scores=[0.0, 1.0])  # the rewards on the wrong tokens
     assert len(differences([group()], [moved])) > 1
+
+
+def test_an_integer_and_a_float_of_the_same_value_are_one_number() -> None:
+    assert differences([group(scores=[1, 0])], [group(scores=[1.0, 0.0])]) == []
+    assert differences([group(scores=[1, 0])], [group(scores=[1.0, 0.5])])
+    assert differences([group(finished=[1, 0])], [group(finished=[True, False])])
+
+
+def test_a_post_that_was_cut_off_does_not_reach_the_service() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        service.settimeout(1.0)
+        with Recorder(service.getsockname()[1]) as recorder:
+            with socket.create_connection(recorder.server.server_address[:2], timeout=10) as client:
+                client.sendall(b"POST /scored_data HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
+                client.shutdown(socket.SHUT_WR)
+                assert client.recv(1) == b"", "the connection is closed without an answer"
+            with pytest.raises(TimeoutError):
+                service.accept()
+        assert recorder.refused == []
 
 
 def test_requests_are_compared_where_both_asked() -> None:

@@ -58,7 +58,19 @@ def in_one_order(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    return json.dumps(one_form(value), sort_keys=True, default=str)
+
+
+def one_form(value: Any) -> Any:
+    """The value with whole floats as integers.
+
+    A score of 1 and one of 1.0 are the same number, and an SDK may post either.
+    """
+    if isinstance(value, dict):
+        return {key: one_form(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [one_form(held) for held in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def differences(
@@ -110,7 +122,7 @@ def first_differences(
 
 
 def brief(value: Any) -> str:
-    text = canonical(value)
+    text = json.dumps(value, sort_keys=True, default=str)
     length = f" ({len(value)} entries)" if isinstance(value, list) else ""
     return text[:160] + ("…" if len(text) > 160 else "") + length
 

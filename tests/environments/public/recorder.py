@@ -87,7 +87,11 @@ class Recorder:
 
     def answer(self, door: BaseHTTPRequestHandler) -> None:
         """Ask the service the same, note it, and give its answer back."""
-        body = door.rfile.read(int(door.headers.get("content-length") or 0))
+        length = int(door.headers.get("content-length") or 0)
+        body = door.rfile.read(length)
+        if len(body) < length:  # The client was stopped while it posted.
+            door.close_connection = True
+            return
         headers = {
             name: value for name in HANDED_ON if (value := door.headers.get(name)) is not None
         }
