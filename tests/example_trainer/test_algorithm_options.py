@@ -140,6 +140,6 @@ def test_functions_of_the_users_are_found(
         make_objective(parsed("--loss nowhere:f"))
     with pytest.raises(
         ConfigError,
-        match=f"^--advantage-std has no part in --advantages {name}:advantages: only those of",
+        match=f"^--advantage-std has no part in --advantages {name}:advantages: only group, batch, ",
     ):
         parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--advantage-std"])

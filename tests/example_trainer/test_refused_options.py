@@ -99,10 +99,10 @@ REFUSED = {
     "--dual-clip 1": "--dual-clip '1': input should be greater than 1",
     "--kl-coef nan": "--kl-coef 'nan': input should be ",
     "--loss rloo --advantage-std": (
-        "--advantage-std has no part in --advantages leave_one_out: only those of group, batch, "
+        "--advantage-std has no part in --advantages leave_one_out: only group, batch, "
     ),
     "--advantages zero --advantage-std": (
-        "--advantage-std has no part in --advantages zero: only those of group, batch, "
+        "--advantage-std has no part in --advantages zero: only group, batch, "
     ),
     "--kl-in reward": "--kl-in reward needs --kl-coef, without which no divergence is taken",
     "--distill-in loss": (

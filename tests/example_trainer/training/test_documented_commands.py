@@ -140,7 +140,7 @@ def test_the_headline_run_fits_on_one_gpu_and_says_so_where_it_does_not(
         # The page: more host memory than that, or 8-bit moments; with cards of 80 GB two or more of
         # them.
         refusal = str(plan(command, "141 GB", host=120))
-        assert "need 165.07 GiB, of which 120.00 are free" in refusal
+        assert "need 165.07 GiB, and 120.00 are free" in refusal
         assert "what helps: --optimizer adamw-8bit (" in refusal
         small = with_options(command, optimizer="adamw-8bit")
         assert isinstance(plan(small, "141 GB", host=120), MemoryChoice)

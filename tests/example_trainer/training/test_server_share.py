@@ -105,7 +105,7 @@ def test_on_a_gpu_of_its_own_the_server_has_its_default(plan) -> None:  # type: 
     assert flags == ("--gpu-memory-utilization", "0.48")
     with pytest.raises(
         MemoryShortage,
-        match=r"the vLLM server needs about .* on GPU 7, of which 8\.00 of 79\.00 GiB are free",
+        match=r"the vLLM server needs about .* on GPU 7, where 8\.00 of 79\.00 GiB are free",
     ):
         plan(QWEN_3B, 79, ["0"], vllm_gpus="7", elsewhere=8)
 
