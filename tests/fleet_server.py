@@ -15,7 +15,7 @@ python -m tests.fleet_server            reads lines of JSON from stdin, and answ
 
 `start` may also name the `address` of the server, the bytes of a `bucket`, its `model` (a folder
 with a config.json), its `device`, its `dtype` and its report of `deterministic` mode; one that `samples` is in that mode
-(tests/exact_sampler.py).
+(tests/exact_sampler.py). With `colocate` it takes turns with its trainer.
 
 A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST
 /test/fault {"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens
@@ -125,7 +125,7 @@ class Fault:
 
 def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
     """A worker of one rank, with the project's extension."""
-    from vllm_patching.worker import extension, receiving
+    from vllm_patching.worker import extension
 
     extension.tensor_parallel = lambda: (0, 1)  # type: ignore[assignment]
 
@@ -138,6 +138,9 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
             parallel = SimpleNamespace(data_parallel_index=0, data_parallel_size=1)
             self.vllm_config = SimpleNamespace(model_config=config, parallel_config=parallel)
             self.direct, self.spoilt, self.received_before = False, -1, None
+            # The memory that a server which takes turns gives away and has again.
+            self.keys_and_values = torch.ones(1024)
+            self.model_runner = SimpleNamespace(kv_caches=[self.keys_and_values])
 
         def get_model(self) -> torch.nn.Module:
             return self.model
@@ -175,6 +178,13 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
                     told["checksum"] = "falsified"
             return told
 
+    return Worker()
+
+
+def _receive_faultily(fault: Fault) -> None:
+    """Have the updaters of this process come to the fault's place when they receive."""
+    from vllm_patching.worker import receiving
+
     receive = receiving.WeightUpdater._receive
 
     def receive_faultily(self: Any, command: Any) -> None:
@@ -183,7 +193,6 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
         receive(self, command)
 
     receiving.WeightUpdater._receive = receive_faultily  # type: ignore[method-assign]
-    return Worker()
 
 
 def fault_seconds() -> float:
@@ -222,6 +231,8 @@ class Engine(StillEngine):
     def _step(self) -> None:
         if self.paused:
             return
+        if not self._worker.keys_and_values.untyped_storage().nbytes():
+            self.mixtures.append("a step had no memory for keys and values")
         seen = {
             float(value) for p in self._worker.model.parameters() for value in (p.min(), p.max())
         }
@@ -233,43 +244,9 @@ class Engine(StillEngine):
             self.steps[key] = self.steps.get(key, 0) + 1
 
 
-async def _serve(
-    port: int,
-    folder: Path,
-    timeout: float,
-    address: str = "127.0.0.1",
-    device: str = "cpu",
-    dtype: str = "float32",
-    trip: Trip | None = None,
-    deterministic: dict[str, Any] | None = None,
-    samples: bool = False,
+def _add_test_routes(
+    app: Any, engine: Engine, worker: Any, fault: Fault, trip: Trip | None
 ) -> None:
-    import uvicorn
-    from fastapi import FastAPI
-
-    from vllm_patching.server.bridge import BridgeController
-    from vllm_patching.server.routes import LockstepService, make_router
-    from vllm_patching.server.state import VersionSpans
-
-    if (place := torch.device(device)).type == "cuda":
-        torch.cuda.set_device(place)  # as vLLM's worker does
-    fault = Fault()
-    worker = _worker(fault, device, getattr(torch, dtype))
-    engine = Engine(worker)
-    service = LockstepService()
-    spans = VersionSpans()
-    bridge = BridgeController(engine, "tiny", dtype, timeout, folder, spans, port=port)
-    await bridge.start()
-    service.engine, service.bridge = engine, bridge
-    service.deterministic = deterministic
-    service.weights = lambda: (bridge.state.weight_version, bridge.state.weight_epoch)
-    app = FastAPI()
-    app.include_router(make_router(service))
-    if samples:
-        from tests.exact_sampler import add_sampling
-
-        add_sampling(app, service, engine, worker.model, CONFIG)
-
     @app.get("/test")
     async def seen() -> dict[str, Any]:
         return {"mixtures": engine.mixtures, "steps": engine.steps, "paused": engine.paused}
@@ -288,6 +265,49 @@ async def _serve(
         trip.files.clear()
         return files
 
+
+async def _serve(
+    port: int,
+    folder: Path,
+    timeout: float,
+    address: str = "127.0.0.1",
+    device: str = "cpu",
+    dtype: str = "float32",
+    trip: Trip | None = None,
+    deterministic: dict[str, Any] | None = None,
+    samples: bool = False,
+    colocate: bool = False,
+) -> None:
+    import uvicorn
+    from fastapi import FastAPI
+
+    from vllm_patching.server.bridge import BridgeController
+    from vllm_patching.server.routes import LockstepService, make_router
+    from vllm_patching.server.state import VersionSpans
+
+    if (place := torch.device(device)).type == "cuda":
+        torch.cuda.set_device(place)  # as vLLM's worker does
+    fault = Fault()
+    _receive_faultily(fault)
+    worker = _worker(fault, device, getattr(torch, dtype))
+    engine = Engine(worker)
+    service = LockstepService()
+    spans = VersionSpans()
+    bridge = BridgeController(engine, "tiny", dtype, timeout, folder, spans, port=port)
+    await bridge.start()
+    if colocate:
+        await bridge.turns.open()
+    service.engine, service.bridge = engine, bridge
+    service.deterministic = deterministic
+    service.weights = lambda: (bridge.state.weight_version, bridge.state.weight_epoch)
+    app = FastAPI()
+    app.include_router(make_router(service))
+    if samples:
+        from tests.exact_sampler import add_sampling
+
+        add_sampling(app, service, engine, worker.model, CONFIG)
+
+    _add_test_routes(app, engine, worker, fault, trip)
     server = uvicorn.Server(uvicorn.Config(app, address, port, log_level="warning"))
     await server.serve()
 
@@ -315,7 +335,7 @@ def _be_server(told: dict[str, Any]) -> None:
 
         updater = receiving.WeightUpdater
         updater.__init__ = partialmethod(updater.__init__, bucket_bytes=bucket)  # type: ignore[assignment]
-    names = ("address", "device", "dtype", "deterministic", "samples")
+    names = ("address", "device", "dtype", "deterministic", "samples", "colocate")
     chosen = {key: told[key] for key in names if key in told}
     trip = Trip() if told.get("traced") else None
     with trip.traced() if trip is not None else nullcontext():
@@ -358,6 +378,8 @@ def _be_parameter_server(told: dict[str, Any]) -> None:
 DEATHS = {
     "comparing": ("example_trainer.deterministic.parity", "ParityCheck.compare"),
     "sending": ("example_trainer.weight_bridge.stream", "WeightStream.send"),
+    "resting": ("example_trainer.weight_bridge.turns", "Turns._rest"),
+    "waking": ("example_trainer.weight_bridge.turns", "Turns._wake"),
     "committing": ("example_trainer.weight_bridge.server", "BridgeServer.commit"),
     "saving": ("example_trainer.training.checkpoints", "put_in_place"),
 }

@@ -90,6 +90,7 @@ class LightServer:
         device: where its weights are.
         deterministic: its report of deterministic mode; of one that samples, entries of its kernels.
         samples: it is in deterministic mode, and answers POST /test/sample.
+        colocate: it takes turns with its trainer.
         traced: it records the files that its calls enter, for POST /test/trip.
     """
 
@@ -104,6 +105,7 @@ class LightServer:
     traced: bool = False
     deterministic: dict[str, Any] | None = None
     samples: bool = False
+    colocate: bool = False
     pid: int = 0
 
     @property
@@ -118,7 +120,7 @@ class LightServer:
         told: dict[str, Any] = {"port": self.port, "address": self.address, "device": self.device}
         told |= {"folder": str(self.starter.folder), "bucket": self.bucket}
         told |= {"traced": self.traced, "deterministic": self.deterministic}
-        told |= {"samples": self.samples}
+        told |= {"samples": self.samples, "colocate": self.colocate}
         shapes = {} if self.model is None else {"model": str(self.model)}
         self.pid = self.starter.tell(do="start", timeout=self.timeout, **told, **shapes)["pid"]
         until(lambda: self.get("/weights") is not None)

@@ -27,10 +27,12 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 STEPS, GROUPS = 3, 2
 Deaths = tuple[tuple[str, int], ...]
 """Places where a trainer dies, one after the other, and how often it comes there first."""
-BROADCAST, SINGLE_COPY = "--use-shared-memory", "--single-copy"
+BROADCAST, SINGLE_COPY, IN_TURNS = "--use-shared-memory", "--single-copy", "--colocate"
 DEATHS: dict[str, Deaths] = {
     BROADCAST: (("comparing", 4), ("sending", 2), ("saving", 1)),
     SINGLE_COPY: (("comparing", 4), ("committing", 2), ("saving", 1)),
+    # "committing" 1 is the update before the first turn.
+    IN_TURNS: (("resting", 2), ("comparing", 3), ("committing", 2), ("waking", 1), ("saving", 1)),
 }
 
 
@@ -120,10 +122,11 @@ def new_run(
 ) -> Iterator[Callable[..., Run]]:
     runs = []
 
-    def make(name: str, *kernels: dict[str, Any] | None) -> Run:
+    def make(name: str, *kernels: dict[str, Any] | None, colocate: bool = False) -> Run:
         """A run with one server for each of the kernels' changes."""
+        kind: dict[str, Any] = {"model": model, "samples": True, "colocate": colocate}
         servers = [
-            LightServer(starter, free_port(), model=model, samples=True, deterministic=changed)
+            LightServer(starter, free_port(), deterministic=changed, **kind)
             for changed in kernels or (None,)
         ]
         runs.append(Run(processes, starter, model, free_port, name, servers))
@@ -149,7 +152,7 @@ def test_a_trainer_that_is_killed_in_a_step_ends_with_the_same_weights(
         with environment(run.url, run.servers, 0):
             assert run.train(BROADCAST, options=run.to_servers()) == 0, run.log[-3000:]
         whole["learned"] = run.learned()
-    killed = new_run(f"killed{bridge}")
+    killed = new_run(f"killed{bridge}", colocate=bridge == IN_TURNS)
     resume: tuple[str, ...] = ()
     with environment(killed.url, killed.servers, 0):
         for place, passes in DEATHS[bridge]:
@@ -159,6 +162,9 @@ def test_a_trainer_that_is_killed_in_a_step_ends_with_the_same_weights(
             assert status == -9, killed.log[-3000:]
             resume = ("--resume", "auto")
         assert killed.train(bridge, *resume, options=killed.to_servers()) == 0, killed.log[-3000:]
+    seen = killed.servers[0].get("/test")
+    assert seen is not None
+    assert not [one for one in seen["mixtures"] if "no memory" in one]
     assert killed.learned() == whole["learned"]
 
 
