@@ -64,7 +64,7 @@ class Arithmetic:
 
     Attributes:
         ops: the operations.
-        plan: the parts of row-parallel sums. It may be replaced until the first forward pass, and
+        plan: the parts of row-parallel sums. It may be replaced between steps, and
             only the invariant operations follow it.
         sums: where the backward pass adds the gradients; None: autograd leaves them at the
             parameters.

@@ -32,6 +32,8 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError, NonFiniteError
 from example_trainer.models import Decoder
 from example_trainer.training.step import response_logprobs
+from vllm_patching.batch_invariant.plan import SumPlan
+from vllm_patching.weights.sharding import undividable
 
 GPU_TOKENS_PER_PASS = 16384
 """Without --tokens-per-microbatch. Nothing is kept for a backward pass, so memory is not what
@@ -50,6 +52,7 @@ class ReferenceSettings:
         temperature: of sequences without one.
         seq_len: longer sequences are not scored.
         share_prefixes: whether what a group begins with is forwarded once.
+        parts: of the trainer's sum plan, see SumPlan; 1 outside deterministic mode.
     """
 
     model: str
@@ -59,6 +62,7 @@ class ReferenceSettings:
     temperature: float = 1.0
     seq_len: int = 2048
     share_prefixes: bool = True
+    parts: int = 1
 
     @classmethod
     def of(cls, config: TrainerConfig, model: Decoder) -> ReferenceSettings:
@@ -76,6 +80,7 @@ class ReferenceSettings:
             temperature=config.temperature,
             seq_len=config.seq_len,
             share_prefixes=config.shares_prefixes,
+            parts=model.arithmetic.plan.parts,
         )
 
     def for_the_wire(self) -> dict[str, str | float | bool]:
@@ -128,6 +133,29 @@ class ReferenceSettings:
         return theirs
 
 
+def fitting_plan(model: Decoder, settings: ReferenceSettings) -> SumPlan:
+    """Return the trainer's sum plan.
+
+    Raises:
+        ConfigError: this version has no such plan, or the model cannot be split so.
+    """
+    if model.arithmetic.plan.parts == settings.parts:
+        return model.arithmetic.plan
+    try:
+        plan = SumPlan(settings.parts)
+    except ValueError as error:
+        raise ConfigError(
+            f"the trainer follows {error}; install the same version of trainer and reference worker"
+        ) from error
+    if obstacles := undividable(model.geometry, plan.parts):
+        raise ConfigError(
+            f"the trainer's vLLM server sums {plan.parts} parts, and {', '.join(obstacles)} of the "
+            f"reference {settings.model} cannot be split so: give the trainer another reference, "
+            "or start vLLM with fewer tensor-parallel ranks"
+        )
+    return plan
+
+
 class ReferenceScorer:
     """Computes a group's `ref_logprobs` with frozen weights.
 
@@ -158,7 +186,9 @@ class ReferenceScorer:
         Raises:
             GroupError: it cannot be scored; a trainer could not train on it either.
             NonFiniteError: the model computes NaN or infinity.
+            ConfigError: the model cannot follow the trainer's sum plan.
         """
+        self._model.arithmetic.plan = fitting_plan(self._model, settings)
         batch = self._parsed(group, settings)
         rows = [[PROMPT_LOGPROB] * len(tokens) for tokens in group["tokens"]]
         for bin in self._bins(batch, settings):

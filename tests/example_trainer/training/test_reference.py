@@ -30,6 +30,7 @@ from tests.example_trainer.training.test_step import (
     make_model,
     packed,
 )
+from vllm_patching.batch_invariant.plan import SumPlan
 
 CONFIG = TrainerConfig(model_name="m", seq_len=64)
 
@@ -94,6 +95,23 @@ def test_deterministic_rows_have_the_trainers_bits_whatever_shares_a_pass(
     assert workers(model, groups, settings) == expected
     small = TrainerConfig(model_name="m", seq_len=64, tokens_per_microbatch=7)
     assert workers(model, groups, settings, small) == expected
+
+
+def test_a_worker_follows_the_sum_plan_of_each_trainer() -> None:
+    worker, groups = deterministic_model(), make_groups(6)
+    found = {}
+    for parts in (2, 1):
+        trainer = deterministic_model()
+        trainer.arithmetic.plan = SumPlan(parts)
+        of_trainer = settings_of(trainer, share_prefixes=False)
+        settings = settings_of(worker, share_prefixes=False).agreed(of_trainer.for_the_wire())
+        assert settings == of_trainer
+        found[parts] = workers(worker, groups, settings)
+        assert found[parts] == trainers_own(trainer, groups, 90, False)
+    assert found[1] != found[2]
+    for parts, told in ((8, "attention heads of the reference m cannot"), (3, "a sum of 3 parts")):
+        with pytest.raises(ConfigError, match=told):
+            workers(worker, groups, settings_of(worker, share_prefixes=False, parts=parts))
 
 
 @pytest.mark.parametrize("share", [False, True])
