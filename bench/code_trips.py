@@ -45,6 +45,7 @@ from example_trainer.child_processes.processes import (
     wait_until,
 )
 from example_trainer.launcher import roles
+from tests import inference_standin
 
 SECONDS = 60.0
 ENVIRONMENT = {"max_token_length": 4096, "desired_name": "traced", "weight": 1.0, "group_size": 2}
@@ -181,9 +182,8 @@ class Surroundings(Processes):
     def __enter__(self) -> Surroundings:
         self.service, port = self.start_service(), self.ports.pick()
         self.model = f"http://127.0.0.1:{port}"
-        stand_in = str(ROOT / "tests" / "environments" / "public" / "model_standin.py")
-        flags = roles.flags(port=port, tokenizer=TOKENIZER)
-        self.start("model", f"{self.model}/health", [sys.executable, stand_in, *flags])
+        command = inference_standin.command(port, TOKENIZER, context=60_000)
+        self.start("model", f"{self.model}/health", command)
         httpx.post(f"{self.service}/register", json=TRAINER, timeout=SECONDS).raise_for_status()
         httpx.get(f"{self.service}/batch", timeout=SECONDS).raise_for_status()
         return self
@@ -192,7 +192,9 @@ class Surroundings(Processes):
         """Set the stand-in's rules: regular expressions of prompts, and the answers to them in
         turn.
         """
-        httpx.post(f"{self.model}/control", json=rules, timeout=SECONDS).raise_for_status()
+        httpx.post(
+            f"{self.model}/control", json={"rules": rules}, timeout=SECONDS
+        ).raise_for_status()
 
     def settings(self, config: type[BaseEnvConfig]) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
         """Return the settings of an environment that talks to these processes."""

@@ -25,7 +25,7 @@ COMMANDS = {
         "studies.starter_model": "studies.starter_model.__main__",
         "tests/atroposlib/envs/faulty_env.py": "tests.atroposlib.envs.faulty_env",
         "tests/atroposlib/envs/public_style_env.py": "tests.atroposlib.envs.public_style_env",
-        "tests/atroposlib/envs/standin_server.py": "tests.atroposlib.envs.standin_server",
+        "tests/inference_standin.py": "tests.inference_standin",
         "tests/e2e/async_roles.py": "tests.e2e.async_roles",
         "tests/e2e/late_trainer.py": "tests.e2e.late_trainer",
         "tests/e2e/sums_in_turns.py": "tests.e2e.sums_in_turns",

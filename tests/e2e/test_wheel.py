@@ -24,14 +24,14 @@ from tests.conftest import ROOT, Processes
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(540)]
 
 PACKAGES = ("atroposlib", "environments", "example_trainer", "vllm_patching")
-STANDIN = ROOT / "tests" / "example_trainer" / "weight_bridge" / "standin_vllm.py"
+STANDIN = ROOT / "tests" / "inference_standin.py"
 
 OWN_A_SERVER = """
 import shlex, sys, time
 from pathlib import Path
 from example_trainer.weight_bridge.owned_server import OwnedServer, Served
 standin, port = sys.argv[1:]
-command = f"{shlex.quote(sys.executable)} {shlex.quote(standin)} {{model}} {{port}}"
+command = f"{shlex.quote(sys.executable)} {shlex.quote(standin)} --name {{model}} --port {{port}}"
 server = OwnedServer(command, "", "tiny", "localhost", int(port), Path("vllm.log"), None, None, 60.0)
 server.start(Served("checkpoint", 3))
 server.wait_until_ready(time.sleep)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.environments.public.compare import asked_differently, differences
-from tests.environments.public.model_standin import logprob, prompt_table, up_to_stop
 from tests.environments.public.recorder import Recorder
+from tests.inference_standin import logprob, prompt_table, up_to_stop
 
 
 def group(**more: Any) -> dict[str, Any]:

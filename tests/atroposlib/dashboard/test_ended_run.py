@@ -17,13 +17,13 @@ import httpx
 import pytest
 
 from example_trainer.child_processes.processes import wait_until
+from tests import inference_standin
 from tests.atroposlib.service.conftest import Service, environment, trainer
 from tests.conftest import Processes
 from tests.headless_browser import LIVE, Visit
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
-SERVER = Path(__file__).with_name("inference_server.py")
 HOURS = 7300.0
 
 
@@ -32,9 +32,8 @@ class ShortRun:
 
     def __init__(self, folder: Path, processes: Processes, port: int) -> None:
         self.folder, self.processes, self.url = folder, processes, f"http://localhost:{port}"
-        self.server = processes.start(
-            "inference server", [sys.executable, SERVER, str(port), "one"], may_finish=True
-        )
+        command = inference_standin.command(port, serving=True, version=3, epoch=7)
+        self.server = processes.start("inference server", command, may_finish=True)
         processes.wait_for_http(f"{self.url}/weights", 120)
         self.service = Service(
             folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)

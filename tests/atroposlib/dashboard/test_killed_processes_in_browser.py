@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from example_trainer.child_processes.processes import ManagedProcess
+from tests import inference_standin
 from tests.atroposlib.service.conftest import Service, environment, trainer
 from tests.conftest import Processes
 from tests.headless_browser import LIVE, UNANSWERED, Visit
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
-SERVER = Path(__file__).with_name("inference_server.py")
 LOST = "document.body.dataset.connection === 'lost'"
 
 
@@ -45,7 +44,9 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
     url = f"http://localhost:{port}"
 
     def start_server(instance: str) -> ManagedProcess:
-        return processes.start("inference server", [sys.executable, SERVER, str(port), instance])
+        weights = {"instance": instance, "version": 3, "epoch": 7}
+        command = inference_standin.command(port, serving=True, **weights)
+        return processes.start("inference server", command)
 
     server = start_server("one")
     service = Service(

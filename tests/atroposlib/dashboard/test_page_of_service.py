@@ -16,9 +16,8 @@ import pytest
 from atroposlib.dashboard.app import RunPage, make_offline_app
 from atroposlib.dashboard.auth import PageAuth
 from atroposlib.dashboard.live.hub import Hub
-from tests.atroposlib.dashboard.inference_server import BRIDGE, answers_at
 from tests.atroposlib.service.conftest import Service, group, trainer
-from tests.http_server import HttpServer
+from tests.inference_standin import Standin
 
 KEY = "correct-horse-battery-staple"
 PROXY = "127.0.0.8"
@@ -43,22 +42,6 @@ NAVIGATION = {
     "sec-fetch-dest": "document",
     "sec-fetch-site": "cross-site",
 }
-
-
-class VllmServer(HttpServer):
-    """Answers what the page asks a vLLM server."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Any] = {
-            "instance": "one",
-            "weight_version": 3,
-            "weight_epoch": 7,
-            "serving": True,
-        }
-        self.bridge = dict(BRIDGE)
-        super().__init__(
-            answers_at(lambda: {"/weights": self.weights, "/bridge/state": self.bridge})
-        )
 
 
 class Events:
@@ -322,7 +305,9 @@ def test_an_open_page_is_told_what_is_new(keyless: Service, run_folder: Path) ->
     (figures / "evaluations.jsonl").write_text(
         json.dumps({"id": 1, "time": 5.0, "name": "sums", "metrics": {"a": 0.5}}) + "\n"
     )
-    server = VllmServer()
+    server = Standin()
+    server.control(serving=True, version=3, epoch=7)
+    server.start()
     with keyless.http.stream("GET", "/ui/api/stream", timeout=60) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         events = Events(response)
@@ -349,7 +334,7 @@ def test_an_open_page_is_told_what_is_new(keyless: Service, run_folder: Path) ->
         assert again["generation"] != told["generation"]
         server.bridge |= {"failures": 1, "last_error": "a shape differs"}
         assert "a shape differs" in events.next_of_kind("refused_update")["text"]
-        server.__exit__()
+        server.stop()
         events.next_of_kind("server_lost")
         faults = keyless.get("/ui/api/stack")["faults"]
         assert (faults[0]["part"], faults[0]["severity"]) == (f"server {server.url}", "error")

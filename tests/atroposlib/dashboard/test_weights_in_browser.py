@@ -13,9 +13,9 @@ import pytest
 
 from tests.atroposlib.dashboard.made_up_run import MadeUpRun
 from tests.atroposlib.dashboard.rollouts.test_rollouts_and_service import rollouts
-from tests.atroposlib.dashboard.test_page_of_service import VllmServer
 from tests.atroposlib.service.conftest import Service, environment, trainer
 from tests.headless_browser import LIVE, Visit
+from tests.inference_standin import Standin
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
@@ -43,10 +43,10 @@ PROMPT, ANSWERS = "What is 2 + 3?", [b"2 + 3 = 5", b"\\boxed{6}"]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[VllmServer]:
+def server() -> Iterator[Standin]:
     """One that has taken the second version of this trainer's weights."""
-    with VllmServer() as running:
-        running.weights |= {"weight_version": 2, "weight_epoch": 1_700_000_000_000}
+    with Standin() as running:
+        running.control(serving=True, version=2, epoch=1_700_000_000_000)
         running.bridge = {
             "state": "serving", "mode": "broadcast", "transfer": "overlapped", "checksums": [f"{2:032x}"], "updates": 2,
             "failures": 0, "last_bytes": 9_155_840,
@@ -57,7 +57,7 @@ def server() -> Iterator[VllmServer]:
 
 @pytest.fixture(scope="module")
 def compared(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, server: VllmServer
+    tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, server: Standin
 ) -> Iterator[MadeUpRun]:
     """A run in deterministic mode, after two steps of 1,000 tokens each: one token differed, and
     the trainer has reported it.
@@ -102,7 +102,7 @@ def compared(
     assert service.signal(signal.SIGTERM) == 0, service.log.read_text()[-2000:]
 
 
-def told(seen: Visit, server: VllmServer, *parts: str) -> str:
+def told(seen: Visit, server: Standin, *parts: str) -> str:
     """Return the page's text about a server, as soon as all of this stands there."""
     card = (
         seen.page.get_by_role("list", name="Servers")
@@ -116,7 +116,7 @@ def told(seen: Visit, server: VllmServer, *parts: str) -> str:
 
 
 def test_what_a_server_serves_how_it_came_there_and_what_went_wrong(
-    compared: MadeUpRun, server: VllmServer, visit: Callable[..., Visit]
+    compared: MadeUpRun, server: Standin, visit: Callable[..., Visit]
 ) -> None:
     seen = visit(compared.origin)
     seen.open("/ui/weights")
@@ -150,7 +150,7 @@ def test_what_a_server_serves_how_it_came_there_and_what_went_wrong(
         "updates": 3,
         "last_update": {"to_paused": 0.1, "halted": 1.25},
     }
-    server.weights |= {"weight_version": 3}
+    server.control(version=3)
     compared.step(1)
     words = told(seen, server, "version 3", "f" * 32)
     assert "the trainer's" not in words
@@ -158,7 +158,7 @@ def test_what_a_server_serves_how_it_came_there_and_what_went_wrong(
     gaps = seen.page.get_by_role("figure", name="Longest halt of an engine")
     assert (gaps.get_attribute("data-points"), gaps.get_attribute("data-value")) == ("2", "1.25")
 
-    server.weights |= {"serving": False, "trouble": "a shape differs"}
+    server.control(serving=False, trouble="a shape differs")
     server.bridge |= {
         "failures": 1,
         "last_error": "layer 3: a shape differs",

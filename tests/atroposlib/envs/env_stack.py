@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from example_trainer.child_processes.processes import wait_until
+from tests import inference_standin
 
-STANDIN = Path(__file__).with_name("standin_server.py")
 OFFLINE = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -78,36 +78,17 @@ class Stack:
         self.processes.wait_for_http(self.service_url, 120)
         return process
 
-    def start_inference(self, *extra: str) -> Any:
+    def start_inference(self, **behaviour: Any) -> Any:
         """A stand-in of this test's own, to be killed or configured."""
-        command = [
-            sys.executable,
-            str(STANDIN),
-            "--port",
-            str(self.inference_port),
-            "--tokenizer",
-            str(self.tokenizer_dir),
-        ]
-        process = self.processes.start("inference", [*command, *extra], OFFLINE)
+        command = inference_standin.command(self.inference_port, self.tokenizer_dir, **behaviour)
+        process = self.processes.start("inference", command, OFFLINE)
         self.processes.wait_for_http(f"{self.inference_url}/health", 120)
         return process
 
     def use_inference(self, url: str, **behaviour: Any) -> None:
         """The stand-in that tests share, set to answer in this way."""
         self.inference_url = url
-        self.control(
-            **(
-                {
-                    "version": 0,
-                    "delay": 0.0,
-                    "fail_next": 0,
-                    "text": None,
-                    "cycle": None,
-                    "ignore_n": False,
-                }
-                | behaviour
-            )
-        )
+        self.control(**(inference_standin.CONTROLLED | behaviour))
 
     def start_environment(self, script: str | Path, *flags: str, name: str = "environment") -> Any:
         command = [
@@ -177,7 +158,7 @@ def shared_inference(
     Tests set its behaviour, none kills it.
     """
     port = free_port()
-    command = [sys.executable, str(STANDIN), "--port", str(port), "--tokenizer", str(tokenizer_dir)]
+    command = inference_standin.command(port, tokenizer_dir)
     session_processes.start("inference", command, OFFLINE)
     session_processes.wait_for_http(f"http://127.0.0.1:{port}/health", 120)
     return f"http://127.0.0.1:{port}"

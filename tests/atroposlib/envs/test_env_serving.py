@@ -12,6 +12,7 @@ import pytest
 
 from example_trainer.child_processes.processes import wait_until
 from tests.atroposlib.envs.env_stack import Stack
+from tests.inference_standin import logprob
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
@@ -51,7 +52,7 @@ def check_group(group: dict[str, Any], tokenizer: Any, group_size: int) -> None:
         assert mask[len(prompt) :] == tokens[len(prompt) :]
         # The stand-in's logprobs, position by position: nothing was shifted or recomputed.
         assert logprobs[len(prompt) :] == [
-            -0.25 - 0.001 * i for i in range(len(tokens) - len(prompt))
+            logprob(token, at) for at, token in enumerate(tokens[len(prompt) :])
         ]
         text = tokenizer.decode(tokens)
         assert text.startswith("<|im_start|>user\n")
@@ -64,7 +65,7 @@ def test_started_first_it_waits_for_all_and_ends_with_the_trainer(
 ) -> None:
     environment = stack.start_environment(ARITHMETIC)
     stack.processes.wait_for_text(environment, "Waiting for inference server", 120)
-    stack.start_inference("--version", "7")
+    stack.start_inference(version=7)
     stack.processes.wait_for_text(environment, "Waiting for the rollout service", 120)
     stack.start_service()
     stack.register_trainer(num_steps=4)
@@ -195,7 +196,7 @@ def test_it_goes_on_after_a_killed_service_that_kept_its_store(
 
 
 def test_it_survives_an_inference_server_that_is_started_again(stack: Stack) -> None:
-    inference = stack.start_inference("--version", "1")
+    inference = stack.start_inference(version=1)
     stack.start_service()
     stack.register_trainer(num_steps=6)
     environment = stack.start_environment(ARITHMETIC)
@@ -204,7 +205,7 @@ def test_it_survives_an_inference_server_that_is_started_again(stack: Stack) -> 
     while stack.next_batch():
         pass  # what was sampled before the server died
     stack.processes.wait_for_text(environment, "cannot be reached", 120)
-    stack.start_inference("--version", "2")
+    stack.start_inference(version=2)
     newest = {
         version
         for batch in stack.take_batches(2)

@@ -11,29 +11,9 @@ import pytest
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
 from atroposlib.inference.client import APIServerConfig, OpenAIServer
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
+from tests.rollout_standin import RolloutStandin
 
 PAIR = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
-
-
-class StandInService:
-    """Answers the serving loop at each round; `statuses` come one after the other, the last one for
-    ever.
-    """
-
-    def __init__(self, *statuses: dict[str, Any]):
-        self.statuses = list(statuses)
-        self.asked = 0
-        self.waited: list[tuple[int | None, float]] = []
-
-    async def status_env(
-        self, env_id: int, moves: int | None = None, wait: float = 0.0
-    ) -> dict[str, Any]:
-        self.asked += 1
-        self.waited.append((moves, wait))
-        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
-
-    async def get(self, path: str) -> dict[str, Any]:
-        return {"batch_size": 8, "max_token_len": 64}
 
 
 def serving_env(
@@ -42,9 +22,7 @@ def serving_env(
     env = kind([], **({"max_num_workers": 2, "steps_per_eval": 0} | settings))
     env._runner.state.env_id, env._runner.trainer_steps = 0, 4
     env.config.batch_size = 8
-    env._runner.connections.service = StandInService(
-        *({"queue_size": 0, "env_weight": 1.0} | status for status in statuses)
-    )
+    env._runner.connections.service = RolloutStandin(*statuses)
     return env
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from atroposlib.inference.server_manager import ServerManager
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
+from tests.rollout_standin import RolloutStandin
 
 SERVING = (
     *(
@@ -37,46 +38,6 @@ SERVING = (
 )
 """Methods that environments of others override, or that one would, and that a run beside a trainer
 uses."""
-
-
-class StandInService:
-    """A rollout service whose trainer resumes at step 4 and goes one step further each time that it
-    is asked.
-    """
-
-    def __init__(self) -> None:
-        self.step, self.posted = 4, 0
-
-    async def get(self, path: str) -> dict[str, Any]:
-        return {"batch_size": 4, "max_token_len": 64}
-
-    async def post(self, path: str, body: Any) -> dict[str, Any]:
-        if path != "/register-env":
-            self.posted += 1
-            return {"status": "received"}
-        told = {
-            "env_id": 0,
-            "wandb_name": "mine_0",
-            "checkpoint_dir": "",
-            "checkpoint_interval": 2,
-            "num_steps": 9,
-        }
-        return {"status": "success", "starting_step": self.step, **told}
-
-    async def status_env(self, env_id: int) -> dict[str, Any]:
-        self.step += 1
-        return {
-            "current_step": self.step - 1,
-            "queue_size": 0,
-            "env_weight": 1.0,
-            "run_ended": self.step > 9,
-        }
-
-    async def disconnect(self, env_id: int) -> None:
-        """Without listeners."""
-
-    async def close(self) -> None:
-        """There is nothing to close."""
 
 
 def overriding(calls: list[str], *names: str) -> type[ScriptedEnv]:
@@ -106,7 +67,9 @@ async def test_what_is_overridden_is_what_a_run_uses() -> None:
     script = [response(float(number % 2)) for number in range(400)]
     env = overriding(calls, *SERVING)(script, steps_per_eval=2, max_num_workers=2)
     env.server = ServerManager([], testing=True)
-    env._runner.connections.service = StandInService()  # type: ignore[assignment]
+    # Its trainer resumes at step 4, and goes one step further each time that it is asked.
+    steps = ({"current_step": step, "run_ended": step == 9} for step in range(4, 10))
+    env._runner.connections.service = RolloutStandin(*steps)  # type: ignore[assignment]
     await asyncio.wait_for(env.env_manager(), 60)
     assert set(calls) == set(SERVING)
     assert calls[:5] == ["env_manager", "setup", "wait_for_servers", "setup_wandb", "register_env"]

@@ -5,7 +5,7 @@ another vocabulary.
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,25 +17,34 @@ from atroposlib.inference import teacher_client
 from atroposlib.inference.chat_template import differing_ids, first_difference
 from atroposlib.web.keys import TEACHER_KEY
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
-from tests.atroposlib.envs.standin_teacher import StandinTeacher, expected
+from tests.inference_standin import OURS, Standin, expected
 
 SECONDS = 60
 
 
-@pytest.fixture(params=["ours", "stock"])
-def teacher(request: pytest.FixtureRequest, tokenizer: Any) -> Iterator[StandinTeacher]:
-    with StandinTeacher(tokenizer, request.param) as started:
+def teaching(tokenizer: Any, port: int, options: tuple[str, ...] | None = OURS) -> Standin:
+    """A teacher, at a port that no other environment takes while it is away."""
+    standin = Standin(tokenizer, "the-teacher", port=port)
+    standin.control(generate_options=options, context=512)
+    return standin
+
+
+@pytest.fixture(params=[OURS, None], ids=["ours", "stock"])
+def teacher(
+    request: pytest.FixtureRequest, tokenizer: Any, free_port: Callable[[], int]
+) -> Iterator[Standin]:
+    with teaching(tokenizer, free_port(), request.param) as started:
         yield started
 
 
 @pytest.fixture
-def ours(tokenizer: Any) -> Iterator[StandinTeacher]:
-    with StandinTeacher(tokenizer) as started:
+def ours(tokenizer: Any, free_port: Callable[[], int]) -> Iterator[Standin]:
+    with teaching(tokenizer, free_port()) as started:
         yield started
 
 
 def environment(
-    teacher: StandinTeacher, tokenizer: Any, script: list[Any] | None = None, **settings: Any
+    teacher: Standin, tokenizer: Any, script: list[Any] | None = None, **settings: Any
 ) -> ScriptedEnv:
     script = script if script is not None else [response(1.0), response(0.0)]
     env = ScriptedEnv(
@@ -71,9 +80,7 @@ def refused(env: ScriptedEnv, kind: type[Exception] = EnvironmentFailure) -> str
     return str(error.value)
 
 
-def test_every_trained_token_gets_the_teachers_logprob(
-    teacher: StandinTeacher, tokenizer: Any
-) -> None:
+def test_every_trained_token_gets_the_teachers_logprob(teacher: Standin, tokenizer: Any) -> None:
     # Scores are equal, and the teacher teaches all the same. The second sequence has a gap, and
     # trains its first token.
     gap = {
@@ -93,7 +100,7 @@ def test_every_trained_token_gets_the_teachers_logprob(
         [[], [first[1]], [first[2]], [first[3]]],
         [[], [], [second[2]], [], [second[4]]],
     ]
-    asked = "/generate" if teacher.kind == "ours" else "/v1/completions"
+    asked = "/generate" if teacher.generate_options else "/v1/completions"
     assert [path for path in teacher.paths if path in ("/generate", "/v1/completions")] == [
         asked
     ] * 3  # one to begin with
@@ -104,7 +111,7 @@ def test_every_trained_token_gets_the_teachers_logprob(
     )
 
 
-def test_a_model_that_is_named_is_asked_by_its_name(ours: StandinTeacher, tokenizer: Any) -> None:
+def test_a_model_that_is_named_is_asked_by_its_name(ours: Standin, tokenizer: Any) -> None:
     env = environment(ours, tokenizer, teacher_model_name="the-teacher")
     run(env)
     assert "/v1/completions" in ours.paths
@@ -115,7 +122,7 @@ def test_a_model_that_is_named_is_asked_by_its_name(ours: StandinTeacher, tokeni
 
 
 def test_an_environment_with_a_teacher_of_its_own_keeps_what_it_said(
-    ours: StandinTeacher, tokenizer: Any
+    ours: Standin, tokenizer: Any
 ) -> None:
     own = {"distill_token_ids": [[], [2], [3]], "distill_logprobs": [[], [-0.5], [-0.5]]}
     env = environment(ours, tokenizer, [response(1.0, **own), response(0.0, **own)])
@@ -124,7 +131,7 @@ def test_an_environment_with_a_teacher_of_its_own_keeps_what_it_said(
 
 
 def test_groups_wait_for_a_teacher_that_died_and_none_is_lost(
-    teacher: StandinTeacher, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    teacher: Standin, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     env = environment(
@@ -148,14 +155,14 @@ def test_groups_wait_for_a_teacher_that_died_and_none_is_lost(
     assert all("distill_logprobs" in group for group in env.posted)
     assert env.drops.total == 0
     assert 1 < teacher.most_at_once <= 3
-    vocabulary = "/vocabulary" if teacher.kind == "ours" else "/tokenize"
+    vocabulary = "/vocabulary" if teacher.generate_options else "/tokenize"
     back = len(teacher.paths) - teacher.paths[::-1].index("/health") - 1
     assert vocabulary in teacher.paths[back:], "another teacher may have come back"
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_a_teacher_that_fails_for_a_while_is_asked_again(
-    ours: StandinTeacher, tokenizer: Any, status: int
+    ours: Standin, tokenizer: Any, status: int
 ) -> None:
     env = environment(ours, tokenizer)
     ours.status = status
@@ -171,7 +178,7 @@ def test_a_teacher_that_fails_for_a_while_is_asked_again(
 
 
 def test_a_teacher_that_never_comes_back_ends_it_with_one_line_and_the_group_is_counted(
-    ours: StandinTeacher, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    ours: Standin, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     env = environment(ours, tokenizer, teacher_timeout=0.3)
 
@@ -195,7 +202,7 @@ def test_a_teacher_that_never_comes_back_ends_it_with_one_line_and_the_group_is_
 
 
 def test_another_vocabulary_is_refused_by_its_first_difference(
-    teacher: StandinTeacher, tokenizer: Any
+    teacher: Standin, tokenizer: Any
 ) -> None:
     token = tokenizer.convert_ids_to_tokens(65)
     teacher.vocabulary = {
@@ -209,7 +216,7 @@ def test_another_vocabulary_is_refused_by_its_first_difference(
     assert "the teacher the-teacher has another vocabulary" in line
     assert str(tokenizer.name_or_path) in line
     size = len(tokenizer.get_vocab())
-    if teacher.kind == "ours":
+    if teacher.generate_options:
         assert f"id 65 is 'other' there and {token!r} here ({size + 1} and {size} entries)" in line
     else:
         assert "Hello, world!" in line
@@ -217,7 +224,7 @@ def test_another_vocabulary_is_refused_by_its_first_difference(
 
 
 def test_a_sequence_that_the_teacher_cannot_take_is_dropped_alone(
-    ours: StandinTeacher, tokenizer: Any
+    ours: Standin, tokenizer: Any
 ) -> None:
     ours.context = 8
     env = environment(
@@ -235,13 +242,13 @@ def test_a_sequence_that_the_teacher_cannot_take_is_dropped_alone(
     [
         ({"key": "secret"}, f"refused with 401: set {TEACHER_KEY}"),
         ({"status": 400}, "will not score: 400"),
-        ({"answer": [None]}, "does not score the tokens sent (1 logprobs of 2 tokens)"),
-        ({"answer": [None, 0.5]}, "does not score the tokens sent (0.5 is not a logprob)"),
-        ({"answer": [None, None]}, "does not score the tokens sent (None is not a logprob)"),
+        ({"scores": [None]}, "does not score the tokens sent (1 logprobs of 2 tokens)"),
+        ({"scores": [None, 0.5]}, "does not score the tokens sent (0.5 is not a logprob)"),
+        ({"scores": [None, None]}, "does not score the tokens sent (None is not a logprob)"),
     ],
 )
 def test_what_a_person_must_mend_is_said_at_the_start(
-    ours: StandinTeacher,
+    ours: Standin,
     tokenizer: Any,
     monkeypatch: pytest.MonkeyPatch,
     change: dict[str, Any],
@@ -254,7 +261,7 @@ def test_what_a_person_must_mend_is_said_at_the_start(
 
 
 def test_a_token_that_the_teacher_has_no_logprob_of_costs_its_group_alone(
-    teacher: StandinTeacher, tokenizer: Any
+    teacher: Standin, tokenizer: Any
 ) -> None:
     scripts = [response(1.0, 8), response(0.0, 8), response(1.0, 3), response(0.0, 3)]
     env = environment(teacher, tokenizer, scripts)
@@ -275,9 +282,9 @@ def test_a_token_that_the_teacher_has_no_logprob_of_costs_its_group_alone(
 
 
 def test_a_teacher_that_is_exchanged_while_nobody_asks_is_compared_again(
-    teacher: StandinTeacher, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    teacher: Standin, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compared = "/vocabulary" if teacher.kind == "ours" else "/tokenize"
+    compared = "/vocabulary" if teacher.generate_options else "/tokenize"
     env = environment(teacher, tokenizer, [response(float(n % 2)) for n in range(6)])
 
     async def work() -> None:
@@ -302,7 +309,7 @@ def test_a_teacher_that_is_exchanged_while_nobody_asks_is_compared_again(
 
 
 def test_the_teachers_key_is_its_own(
-    ours: StandinTeacher, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ours: Standin, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "the student's")
     monkeypatch.setenv(TEACHER_KEY, "secret")
@@ -314,7 +321,7 @@ def test_the_teachers_key_is_its_own(
     assert "teacher_api_key" not in given.config.model_dump()
 
 
-def test_images_cannot_be_sent_to_a_teacher(ours: StandinTeacher, tokenizer: Any) -> None:
+def test_images_cannot_be_sent_to_a_teacher(ours: Standin, tokenizer: Any) -> None:
     env = environment(ours, tokenizer, [response(1.0, images=["x"]), response(0.0, images=["y"])])
     assert "a group has images" in refused(env)
 

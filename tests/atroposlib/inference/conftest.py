@@ -7,13 +7,14 @@ import httpx
 import pytest
 
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
+from tests.inference_standin import CONTROLLED
 
 
 @pytest.fixture
 async def manager(shared_inference: str, tokenizer: Any) -> AsyncIterator[ServerManager]:
     made = ServerManager([APIServerConfig(base_url=f"{shared_inference}/v1", server_type="vllm")])
     made.servers[0].tokenizer = tokenizer
-    control(made, version=4, delay=0.0, fail_next=0, text=None, cycle=None, generate_options=None)
+    control(made, **(CONTROLLED | {"version": 4}))
     yield made
     await made.close()
 

@@ -5,7 +5,6 @@ leave.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from atroposlib.inference.server_manager import (
     same_address,
 )
 from example_trainer.child_processes.processes import wait_until
-from tests.atroposlib.envs.env_stack import OFFLINE, STANDIN, Stack
+from tests import inference_standin
+from tests.atroposlib.envs.env_stack import OFFLINE, Stack
 
 pytestmark = pytest.mark.nightly
 
@@ -163,14 +163,7 @@ def test_it_goes_on_while_servers_come_are_restarted_and_leave(
     urls = [f"http://127.0.0.1:{port}" for port in ports]
 
     def start(which: int) -> Any:
-        command = [
-            sys.executable,
-            str(STANDIN),
-            "--port",
-            str(ports[which]),
-            "--tokenizer",
-            str(stack.tokenizer_dir),
-        ]
+        command = inference_standin.command(ports[which], stack.tokenizer_dir, serving=True)
         return stack.processes.start(f"inference-{which}", command, OFFLINE)
 
     def control(which: int, **change: Any) -> None:
@@ -206,7 +199,6 @@ def test_it_goes_on_while_servers_come_are_restarted_and_leave(
     stack.register_trainer(num_steps=1000)
     for which in (0, 1):
         stack.processes.wait_for_http(f"{urls[which]}/health", 120)
-        control(which, serving=True)
     publish("good", "joining")
     environment = stack.start_environment(
         ARITHMETIC, "--follow_fleet"
@@ -223,7 +215,6 @@ def test_it_goes_on_while_servers_come_are_restarted_and_leave(
     stack.take_batches(4)
     start(0)
     stack.processes.wait_for_http(f"{urls[0]}/health", 120)
-    control(0, serving=True)
     until(f"inference server at {urls[0]} is back")
     control(1, serving=False)
     until(f"{urls[1]} is away")

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any, ClassVar
+import json
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atroposlib.errors import InferenceUnavailable, UsageError
 from atroposlib.inference import client
-from atroposlib.inference.client import APIServer, APIServerConfig, HealthReport, ServerIsAway
-from atroposlib.inference.generation import Generation, Weights
+from atroposlib.inference.client import APIServer, APIServerConfig
 from atroposlib.inference.server_manager import ServerManager
-from tests.atroposlib.inference.played_servers import ask, fleet, seen
+from tests.inference_standin import Standin
 
 STATES = ("ok", "ok", "away", "fails", "hangs", "quarantined", "sick")
 
@@ -40,50 +42,64 @@ def quick() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------
 
 
-class Fake(APIServer):
-    """A server that behaves as its state demands."""
+def become(server: Standin, state: str) -> None:
+    """Have a server behave as a state demands; one that is away is not reached at all."""
+    refuses = state in ("quarantined", "sick")
+    server.control(serving=state != "quarantined")
+    server.told = {}
+    if refuses or state == "fails":
+        server.told["/generate"] = (503 if refuses else 500, {"error": state})
+    if state == "hangs":
+        server.hold.clear()
+    else:
+        server.hold.set()
 
-    polled_always = True
-    failures: ClassVar[Counter[int]] = Counter()
 
-    def __init__(self, config: APIServerConfig, reasoning_config: Any = None):
-        super().__init__(config, reasoning_config)
-        self.changed = asyncio.Event()
-        self.state = "ok"
-        self.answered: list[int] = []
+class Played(httpx.AsyncBaseTransport):
+    """The way to a stand-in without a connection, so that a request that is given up is given up
+    on both sides at once.
+
+    Attributes:
+        answers: status -> how often each number was answered with it.
+    """
+
+    def __init__(self) -> None:
+        self.standin, self.away = served(), False
+        self.answers: defaultdict[int, Counter[int]] = defaultdict(Counter)
 
     def become(self, state: str) -> None:
-        self.state = state
-        self.changed.set()
-        self.changed = asyncio.Event()
+        self.away = state == "away"
+        become(self.standin, state)
 
-    async def health(self) -> HealthReport:
-        while self.state == "hangs":
-            try:
-                await asyncio.wait_for(self.changed.wait(), 0.02)
-            except TimeoutError:
-                return HealthReport(wrong="silent")
-        if self.state in ("away", "quarantined"):
-            return HealthReport(wrong=self.state)
-        return HealthReport(weights=Weights(1, 1))
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body = await request.aread()
+        limit = request.extensions["timeout"]["read"]
+        try:
+            async with asyncio.timeout(limit):
+                if self.away:
+                    raise httpx.ConnectError("away")
+                if request.url.path == "/generate":
+                    await asyncio.sleep(0.002)
+                status, told = await self.standin.respond(
+                    request.method, request.url.path, "", body
+                )
+        except TimeoutError:
+            raise httpx.ReadTimeout("silent") from None
+        if request.url.path == "/generate":
+            number = json.loads(body)["prompt"]["prompt_token_ids"][0]
+            self.answers[status][number] += 1
+        return httpx.Response(status, json=told)
 
-    async def _generate_wrapper(self, **kwargs: Any) -> Generation:
-        number = kwargs["input_ids"][0]
-        await asyncio.sleep(0.002)
-        while self.state == "hangs":
-            await self.changed.wait()
-        if self.state in ("away", "quarantined", "sick"):
-            raise ServerIsAway(self.state)
-        if self.state == "fails":
-            self.failures[number] += 1
-            raise RuntimeError("it broke")
-        self.answered.append(number)
-        return Generation([number], [[number]], [[-0.5]], ["stop"])
 
-    async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    _completion_wrapper = _tokens_and_logprobs_completion_wrapper = _chat_completion_wrapper
+def played(*kinds: APIServerConfig) -> tuple[ServerManager, list[Played]]:
+    """A manager and the ways to its servers."""
+    manager, ways = ServerManager(list(kinds)), []
+    for server in manager.servers:
+        ways.append(Played())
+        server._http = httpx.AsyncClient(
+            base_url=server.root_url, transport=ways[-1], timeout=server.config.timeout
+        )
+    return manager, ways
 
 
 rounds = st.lists(st.tuples(*[st.sampled_from(STATES)] * 3), min_size=1, max_size=6)
@@ -95,15 +111,14 @@ def test_whatever_happens_to_the_servers_each_request_has_one_answer(
     script: list[tuple[str, ...]],
 ) -> None:
     async def play() -> None:
-        Fake.failures = Counter()
-        manager = ServerManager(
-            APIServerConfig(base_url="http://a:1,http://b:1,http://c:1"), server_class=Fake
+        manager, ways = played(
+            APIServerConfig(base_url="http://a:1,http://b:1,http://c:1", server_type="vllm")
         )
         numbers, tasks = itertools.count(), {}
         conversation = manager.pick()  # as a managed server holds one
         for states in [*script, ("ok", "ok", "ok")]:
-            for server, state in zip(manager.servers, states, strict=True):
-                server.become(state)
+            for way, state in zip(ways, states, strict=True):
+                way.become(state)
             for _ in range(4):
                 for whom in (manager, conversation):
                     number = next(numbers)
@@ -113,11 +128,12 @@ def test_whatever_happens_to_the_servers_each_request_has_one_answer(
         assert not late, "none waits for ever"
         for number, task in tasks.items():
             if (error := task.exception()) is not None:
-                assert isinstance(error, RuntimeError)
-                assert Fake.failures[number] == 3, "it was tried three times"
+                assert isinstance(error, httpx.HTTPStatusError)
+                failures = sum(way.answers[500][number] for way in ways)
+                assert failures == 3, "it was tried three times"
                 continue
             assert task.result().output_tokens == [[number]]
-            assert sum(server.answered.count(number) for server in manager.servers) == 1
+            assert sum(way.answers[200][number] for way in ways) == 1
         assert all(server.sem.in_use == 0 for server in manager.servers)
         assert not manager.pools()[0]._under_way
         await manager.close()
@@ -129,10 +145,12 @@ async def test_requests_go_to_the_kind_of_server_with_most_room_and_are_chosen_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kinds = [
-        APIServerConfig(base_url="http://a:1", model_name="a", num_max_requests_at_once=2),
-        APIServerConfig(base_url="http://b:1,http://c:1", model_name="b"),
+        APIServerConfig(
+            base_url="http://a:1", server_type="vllm", model_name="a", num_max_requests_at_once=2
+        ),
+        APIServerConfig(base_url="http://b:1,http://c:1", server_type="vllm", model_name="b"),
     ]
-    manager = ServerManager(kinds, server_class=Fake)
+    manager, ways = played(*kinds)
     chosen: list[APIServer | None] = []
     pick = client.ServerPool.pick
 
@@ -146,7 +164,7 @@ async def test_requests_go_to_the_kind_of_server_with_most_room_and_are_chosen_o
     for server in manager.servers[1:]:
         server.pool.choice.refused(server, 0.0, 1.0, "away")
     await manager.generate(input_ids=[6])
-    assert manager.servers[0].answered == [6]
+    assert ways[0].answers[200] == {6: 1}
     await manager.close()
 
 
@@ -154,25 +172,63 @@ async def test_requests_go_to_the_kind_of_server_with_most_room_and_are_chosen_o
 # -----------------------------------------------------------------------------------------------------------
 
 
+def served() -> Standin:
+    """A server with weights of a trainer's."""
+    standin = Standin()
+    standin.control(serving=True, version=3, epoch=7)
+    return standin
+
+
+@asynccontextmanager
+async def fleet(count: int, **config: Any) -> AsyncIterator[tuple[ServerManager, list[Standin]]]:
+    lights = [served() for _ in range(count)]
+    for light in lights:
+        await light.serve()
+    urls = ",".join(f"{light.url}/v1" for light in lights)
+    manager = ServerManager([APIServerConfig(base_url=urls, server_type="vllm", **config)])
+    try:
+        yield manager, lights
+    finally:
+        await manager.close()
+        for light in lights:
+            await light.crash()
+
+
+async def ask(manager: ServerManager, count: int) -> None:
+    """So many requests at once; each must have its own answer."""
+    answers = await asyncio.gather(
+        *(manager.generate(input_ids=[number]) for number in range(count))
+    )
+    assert [answer.output_tokens for answer in answers] == [[[number]] for number in range(count)]
+
+
+async def seen(manager: ServerManager, condition: Any) -> None:
+    """Ask until the looks have shown something."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await ask(manager, 1)
+            await asyncio.sleep(0.01)
+
+
 async def test_requests_spread_and_all_kinds_of_faults_are_gone_around() -> None:
     async with fleet(4) as (manager, lights):
         await ask(manager, 40)
         assert min(light.generated for light in lights) > 3
         failing, cut, quarantined, good = lights
-        failing.answers["/generate"] = (500, {"error": "broken"})
+        failing.told["/generate"] = (500, {"error": "broken"})
         cut.cut = True
-        quarantined.answers["/generate"] = (503, {"error": "quarantined"})
-        quarantined.says(serving=False, trouble="quarantined: its checksum was wrong")
+        quarantined.told["/generate"] = (503, {"error": "quarantined"})
+        quarantined.control(serving=False, trouble="quarantined: its checksum was wrong")
         for _ in range(5):
             await ask(manager, 40)
         before = [light.generated for light in lights]
         await ask(manager, 40)
         assert good.generated - before[3] >= 40 - 2, "what fails gets a trial at most"
         assert quarantined.generated == before[2]
-        failing.answers.pop("/generate")
+        failing.told.pop("/generate")
         cut.cut = False
-        quarantined.answers.pop("/generate")
-        quarantined.says(serving=True)
+        quarantined.told.pop("/generate")
+        quarantined.control(serving=True)
         before = [light.generated for light in lights]
         await seen(
             manager,
@@ -183,8 +239,8 @@ async def test_requests_spread_and_all_kinds_of_faults_are_gone_around() -> None
 async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SETTLING_SECONDS", 0.05)
     async with fleet(3) as (manager, lights):
-        lights[0].says(serving=True, weight_epoch=0, weight_version=900)
-        lights[1].says(serving=True, weight_version=2)
+        lights[0].control(serving=True, epoch=0, version=900)
+        lights[1].control(serving=True, version=2)
         known = manager.pools()[0].choice
         await seen(
             manager, lambda: None not in [known.of(server).weights for server in manager.servers]
@@ -197,7 +253,7 @@ async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatc
             0,
             20,
         ]
-        await lights[2].stop()
+        await lights[2].crash()
         before = [light.generated for light in lights]
         await ask(manager, 20)
         assert [light.generated - was for light, was in zip(lights, before, strict=True)] == [
@@ -229,7 +285,7 @@ async def test_one_that_stands_alone_is_named_when_it_is_silent_and_goes_on_with
     monkeypatch.setattr("atroposlib.inference.client.POLL_TIMEOUT", 0.5)
     async with fleet(1) as (manager, (light,)):
         await ask(manager, 2)
-        assert "/weights" not in light.asked, "while it answers, it is left alone"
+        assert "/weights" not in light.paths, "while it answers, it is left alone"
         monkeypatch.setattr(client, "QUIET_SECONDS", 0.1)
         light.hold.clear()
         waiting = asyncio.create_task(ask(manager, 10))
@@ -255,8 +311,8 @@ async def test_a_server_whose_engine_hangs_is_gone_around_with_its_reason(
     reason = "vLLM's engine has not answered for 30 s (--engine-timeout)"
     async with fleet(2) as (manager, lights):
         await ask(manager, 2)
-        lights[0].answers["/generate"] = (503, {"error": reason})
-        lights[0].says(serving=False, trouble=reason)
+        lights[0].told["/generate"] = (503, {"error": reason})
+        lights[0].control(serving=False, trouble=reason)
         await ask(manager, 20)
         before = lights[0].generated
         await ask(manager, 20)
@@ -270,9 +326,9 @@ async def test_all_away_is_one_line_that_names_them_and_has_an_end(
     caplog.set_level("INFO")
     async with fleet(2) as (manager, lights):
         await ask(manager, 2)
-        await lights[0].stop()
-        lights[1].says(serving=False, trouble="quarantined: late")
-        lights[1].answers["/generate"] = (503, {})
+        await lights[0].crash()
+        lights[1].control(serving=False, trouble="quarantined: late")
+        lights[1].told["/generate"] = (503, {})
         waiting = asyncio.create_task(ask(manager, 10))
         async with asyncio.timeout(60):
             while "Waiting for" not in caplog.text:
@@ -284,10 +340,10 @@ async def test_all_away_is_one_line_that_names_them_and_has_an_end(
         assert lights[0].url in line
         assert lights[1].url in line
         assert not waiting.done()
-        await lights[0].start()
+        await lights[0].serve()
         async with asyncio.timeout(60):
             await waiting
-        await lights[0].stop()
+        await lights[0].crash()
         manager.servers[0].pool.outage_timeout = 0.1
         with pytest.raises(InferenceUnavailable, match="quarantined: late"):
             await ask(manager, 1)
@@ -296,15 +352,15 @@ async def test_all_away_is_one_line_that_names_them_and_has_an_end(
 async def test_servers_that_know_no_weights_are_judged_by_their_health() -> None:
     async with fleet(2) as (manager, lights):
         for light in lights:
-            light.answers["/weights"] = (404, {})
+            light.told["/weights"] = (404, {})
         await ask(manager, 20)
-        await lights[0].stop()
+        await lights[0].crash()
         await ask(manager, 20)
-        assert lights[1].asked.count("/weights") == 1, "asked once"
+        assert lights[1].paths.count("/weights") == 1, "asked once"
         before = lights[0].generated
-        await lights[0].start()
+        await lights[0].serve()
         await seen(manager, lambda: lights[0].generated > before)
-        assert "/health" in lights[1].asked
+        assert "/health" in lights[1].paths
 
 
 async def test_a_conversation_stays_where_it_is_and_moves_when_it_must() -> None:
@@ -316,7 +372,7 @@ async def test_a_conversation_stays_where_it_is_and_moves_when_it_must() -> None
         for turn in range(5):
             await server.generate(input_ids=[turn])
         assert at.generated == before + 5
-        await at.stop()
+        await at.crash()
         assert (await server.generate(input_ids=[9])).output_tokens == [[9]]
 
 
@@ -355,8 +411,8 @@ def test_addresses_that_are_no_list_are_refused(addresses: str, says: str) -> No
 
 async def test_an_environment_starts_when_one_server_is_well() -> None:
     async with fleet(3) as (manager, lights):
-        await lights[0].stop()
-        lights[1].says(serving=False, trouble="its first weights have not come")
+        await lights[0].crash()
+        lights[1].control(serving=False, trouble="its first weights have not come")
         async with asyncio.timeout(60):
             await manager.wait_until_well()
         assert [server.server_healthy for server in manager.servers] == [False, False, True]

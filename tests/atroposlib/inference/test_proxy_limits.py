@@ -22,6 +22,7 @@ from atroposlib.inference.proxy import (
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.web.middleware import Access, HTTPRefusal, RequestLimitsMiddleware, openai_answer
 from tests.atroposlib.envs.env_stack import OFFLINE
+from tests.inference_standin import CONTROLLED
 
 ASK: Any = [{"role": "user", "content": "What is 40 plus 2?"}]
 KEY = "sesame"
@@ -141,8 +142,7 @@ async def test_the_key_reaches_both_ends(
 ) -> None:
     """The environment and another program talk through a proxy that has a key."""
     async with httpx.AsyncClient() as standin:
-        change = {"text": None, "cycle": None, "fail_next": 0, "delay": 0.0}
-        await standin.post(f"{shared_inference}/control", json=change)
+        await standin.post(f"{shared_inference}/control", json=CONTROLLED)
     port = free_port()
     flags = [
         "--base-url",

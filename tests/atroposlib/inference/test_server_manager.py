@@ -13,6 +13,7 @@ from atroposlib.inference.client import CutOff, OpenAIServer, VLLMServer, parse_
 from atroposlib.inference.generation import Span, VersionRecord, Weights, current_versions
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from tests.atroposlib.inference.conftest import control, last_request
+from tests.inference_standin import logprob
 from vllm_patching.protocol.routed_experts import from_wire
 
 ASK = [{"role": "user", "content": "What is 40 plus 2?"}]
@@ -148,7 +149,7 @@ async def test_a_server_is_asked_for_the_shortest_answer_that_it_knows(
     assert {name: request[name] for name in asked} == asked
     assert not left_out & request.keys()
     assert generation.output_logprobs == [
-        [-0.25 - 0.001 * i for i in range(len(generation.output_tokens[0]))]
+        [logprob(token, at) for at, token in enumerate(generation.output_tokens[0])]
     ]
     assert generation.weight_spans == [[Span(Weights(0, 4), len(generation.output_tokens[0]))]]
 

@@ -23,7 +23,7 @@ import httpx
 
 from bench.public_server import PUBLIC
 from example_trainer.child_processes.processes import Supervisor
-from example_trainer.launcher import roles
+from tests import inference_standin
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
@@ -166,8 +166,7 @@ def server(command: Sequence[str | Path], url: str, log: Path) -> Iterator[None]
 
 def model(port: int, tokenizer: Path) -> list[str]:
     """The stand-in's command."""
-    options = roles.flags(port=port, tokenizer=tokenizer)
-    return [sys.executable, str(HERE / "model_standin.py"), *options]
+    return inference_standin.command(port, tokenizer, context=60_000)
 
 
 class Started:

@@ -141,7 +141,9 @@ class Bench:
         for name, text in case.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        httpx.post(f"{seat.model}/control", json=case.rules, timeout=60).raise_for_status()
+        httpx.post(
+            f"{seat.model}/control", json={"rules": case.rules}, timeout=60
+        ).raise_for_status()
         began = time.monotonic()
         run = (self.serve if case.command == "serve" else self.once)(case, folder, seat)
         run.seconds = round(time.monotonic() - began, 1)

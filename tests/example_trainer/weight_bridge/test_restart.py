@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -35,12 +36,18 @@ from example_trainer.weight_bridge.server_record import (
     read_record,
     record_file,
 )
+from tests import inference_standin
 from tests.example_trainer.weight_bridge.test_server_gpus import geometry
 
 pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parents[3]
-STANDIN = Path(__file__).with_name("standin_vllm.py")
+
+
+def standin_command(model: str, port: object, fault: str = "") -> list[str]:
+    """The command of a server that is not ours, see tests/inference_standin.py."""
+    words = [sys.executable, inference_standin.__file__, "--name", model, "--port", str(port)]
+    return [*words, "--fault", fault] if fault else words
 
 
 class Stack:
@@ -52,7 +59,7 @@ class Stack:
         self.bridges: list[RestartBridge] = []
 
     def config(self, fault: str = "", **options: object) -> TrainerConfig:
-        command = f"{sys.executable} {STANDIN} {{model}} {{port}} {fault}"
+        command = " ".join(standin_command("{model}", "{port}", fault))
         values = {
             "model_name": "first",
             "vllm_restart_interval": 2,
@@ -77,8 +84,8 @@ class Stack:
     def starts(self) -> list[str]:
         return self.starts_file.read_text().split() if self.starts_file.exists() else []
 
-    def server(self) -> dict[str, object]:
-        answer: dict[str, object] = httpx.get(
+    def server(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(
             f"http://localhost:{self.port}/v1/models", timeout=60, trust_env=False
         ).json()
         return answer
@@ -114,7 +121,7 @@ def test_the_server_is_started_on_every_nth_version_and_on_no_other(stack: Stack
     assert written == list(range(8))
     checkpoints = (stack.folder / "checkpoints").resolve()
     assert stack.starts() == ["first", *(str(checkpoints / f"step_{step}") for step in (2, 4, 6))]
-    assert stack.server()["data"] == [{"id": str(checkpoints / "step_6")}]
+    assert [row["id"] for row in stack.server()["data"]] == [str(checkpoints / "step_6")]
     assert (bridge.params_mapped, bridge.params_total) == (2, 2)
 
 
@@ -181,9 +188,9 @@ def test_a_signal_ends_the_waiting(stack: Stack) -> None:
 
 
 @contextmanager
-def another_server(port: int, *fault: str) -> Iterator[subprocess.Popen[bytes]]:
+def another_server(port: int, fault: str = "") -> Iterator[subprocess.Popen[bytes]]:
     """A server that no trainer has started."""
-    with subprocess.Popen([sys.executable, STANDIN, "theirs", str(port), *fault]) as other:
+    with subprocess.Popen(standin_command("theirs", port, fault)) as other:
         try:
             eventually(lambda: not is_free(port), "the other server does not listen")
             yield other
@@ -354,9 +361,9 @@ time.sleep(600)
 
 
 @contextmanager
-def trainer_process(stack: Stack, *fault: str) -> Iterator[subprocess.Popen[str]]:
+def trainer_process(stack: Stack, fault: str = "") -> Iterator[subprocess.Popen[str]]:
     """Another trainer whose server at the stack's port serves."""
-    command = " ".join([sys.executable, str(STANDIN), "{model}", "{port}", *fault])
+    command = " ".join(standin_command("{model}", "{port}", fault))
     flags = [
         "--model-name",
         "first",
@@ -395,7 +402,7 @@ def test_the_server_of_a_killed_trainer_is_recognised_and_its_end_waited_for(
         assert not family & parents().keys()
     assert "Waiting for the vLLM server of an earlier trainer to end" in caplog.text
     assert bridge.sync(3, lambda: None).version == 3
-    assert stack.server()["data"] == [{"id": "first"}]
+    assert [row["id"] for row in stack.server()["data"]] == ["first"]
 
 
 def test_what_outlives_its_guard_is_killed(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from atroposlib.cli.run_api import parse_arguments
 from atroposlib.dashboard.live.servers import ServerWatch
-from tests.atroposlib.dashboard.inference_server import BRIDGE
 from tests.atroposlib.service.conftest import Service, trainer
 from tests.http_server import Answer, HttpServer, Request
+from tests.inference_standin import BRIDGE
 
 KEY = "key-of-the-vllm-servers"
 WEIGHTS = {"instance": "one", "weight_version": 3, "weight_epoch": 7, "serving": True}
