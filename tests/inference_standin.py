@@ -5,14 +5,14 @@ this one. It has the routes of our server and of a stock vLLM over real connecti
     python tests/inference_standin.py --port 9001 --name MODEL --fault FAULT
 
 It runs as a process of its own, in a thread of a test (`with Standin(...)`) or in the test's event
-loop (`await serve()`). How it answers is in its attributes. POST /control, or `control` in a test,
+loop (`await serve()`). Its attributes decide its answers. POST /control, or `control` in a test,
 changes those in CONTROLLED: {"version": 3, "delay": 0.5, "fail_next": 2, "text": "…"}.
 
-What it says: the `text`; or the next of a `cycle`; or the answers of the first of the `rules`,
+It generates the `text`, or the next of a `cycle`, or the answers of the first of the `rules`,
 {"when": a regular expression, "answers": [...]}, found in the prompt's end. The answers of a rule
 are handed out in turn for each prompt, so one request for a group and several requests get the
 same. Without all these it answers arithmetic questions with `\\boxed{a+b}` or `\\boxed{a-b}`: drawn
-at random when sampling, the right one when greedy. Without a tokenizer it answers with the first
+at random when sampling, the right one when greedy. Without a tokenizer it answers with the
 first token of the prompt. Logprobs are a function of token and place.
 
 As a process it may also have a `fault` of a server that is started and ended: `crashes` ends it with
@@ -123,7 +123,7 @@ def routed(number: int, tokens: int) -> str:
 
 
 class Answers:
-    """What it says to whom; nothing of HTTP.
+    """The answers to requests, without HTTP.
 
     Attributes:
         requests: the bodies of all requests for text.

@@ -1,5 +1,5 @@
-"""The stand-in for the rollout service in tests of an environment's own loop, which need to say what
-its trainer does: everywhere else the real service runs. It takes the place of the client.
+"""The stand-in for the rollout service in tests of an environment's own loop, which choose what its
+trainer does. All other tests run the real service. It takes the place of the client.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RolloutStandin:
         return {**REGISTERED, "starting_step": self.statuses[0]["current_step"]}
 
     async def disconnect(self, env_id: int) -> None:
-        """There is no trainer to tell."""
+        """There is no trainer."""
 
     async def close(self) -> None:
         """There is no connection to close."""

@@ -84,7 +84,7 @@ LONG_FUNCTIONS = {
     "atroposlib": 0,
     "example_trainer": 0,
     "vllm_patching": 0,
-    "tests": 28,
+    "tests": 0,
 }
 COMPLEX_FUNCTIONS = {
     "atroposlib": 2,

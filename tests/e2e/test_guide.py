@@ -199,23 +199,7 @@ def test_every_command_works_and_prints_what_it_promises(shell_launch_sequence: 
         shell_launch_sequence.read("trainer.log"),
     )
     assert f"No VLLM_API_KEY: all that reach port {vllm_port} may sample" in vllm
-    far, page = {"X-Forwarded-For": "192.0.2.7"}, {"Origin": "https://page.example"}
-    for path, headers, status in (
-        ("/bridge/state", {}, 200), ("/bridge/state", far, 403), ("/v1/models", far, 200), ("/v1/models", page, 403),
-        ("/v1/models", {"Host": "rebound.example"}, 403),
-    ):  # fmt: skip
-        answer = httpx.get(
-            f"http://127.0.0.1:{vllm_port}{path}", headers=headers, timeout=30, trust_env=False
-        )
-        assert answer.status_code == status, (path, headers, answer.text)
-    paused = httpx.post(
-        f"http://127.0.0.1:{vllm_port}/bridge/begin",
-        headers=far,
-        json={},
-        timeout=30,
-        trust_env=False,
-    )
-    assert (paused.status_code, "set VLLM_API_KEY" in paused.text) == (403, True)
+    expect_only_this_machine(vllm_port)
     assert re.search(r"\[vLLM Patch\] ✓ Exported \d+ params", vllm)
     assert "[vLLM Patch] ✓ Shared memory setup complete!" in vllm
     for rank in (0, 1):
@@ -256,3 +240,24 @@ def test_every_command_works_and_prints_what_it_promises(shell_launch_sequence: 
     type_named(shell_launch_sequence, "production", "> production.log 2>&1 &")
     shell_launch_sequence.wait_for("production.log", "Step 1/1000", 240, "grpo.py")
     assert shell_launch_sequence.kill() < 5
+
+
+def expect_only_this_machine(vllm_port: int) -> None:
+    """Without a key, other machines may sample and no more, and pages of others not even that."""
+    far, page = {"X-Forwarded-For": "192.0.2.7"}, {"Origin": "https://page.example"}
+    for path, headers, status in (
+        ("/bridge/state", {}, 200), ("/bridge/state", far, 403), ("/v1/models", far, 200), ("/v1/models", page, 403),
+        ("/v1/models", {"Host": "rebound.example"}, 403),
+    ):  # fmt: skip
+        answer = httpx.get(
+            f"http://127.0.0.1:{vllm_port}{path}", headers=headers, timeout=30, trust_env=False
+        )
+        assert answer.status_code == status, (path, headers, answer.text)
+    paused = httpx.post(
+        f"http://127.0.0.1:{vllm_port}/bridge/begin",
+        headers=far,
+        json={},
+        timeout=30,
+        trust_env=False,
+    )
+    assert (paused.status_code, "set VLLM_API_KEY" in paused.text) == (403, True)

@@ -392,18 +392,21 @@ def test_a_fleet_grows_under_a_real_trainer(
     processes.wait_for_text(trainer, f"[Fleet] {third.url} joined: serves version 1", SOON)
     post("/scored_data", made_up_group(1))
     assert "Training complete: 2 steps" in processes.finish(trainer, 120)
-    parameters = dict(
-        load_model(str(tmp_path / "checkpoints" / "step_2"), torch.float32).named_parameters()
-    )
-    info = first.get("/bridge/info")
-    assert info is not None
-    layout, _ = flat_layout(Manifest.from_json(info["ranks"][0]))
-    trained = weights_checksum(
-        (item.name, source_view(item, parameters[item.name])) for item in layout
-    )
+    trained = checksum_at(first, tmp_path / "checkpoints" / "step_2")
     for server in (first, second, third):
         assert (server.state()["weight_version"], server.state()["checksums"]) == (2, [trained])
         server.kill()
+
+
+def checksum_at(server: LightServer, checkpoint: Path) -> str:
+    """Return the checksum of a checkpoint's weights as a server holds them."""
+    parameters = dict(load_model(str(checkpoint), torch.float32).named_parameters())
+    info = server.get("/bridge/info")
+    assert info is not None
+    layout, _ = flat_layout(Manifest.from_json(info["ranks"][0]))
+    return weights_checksum(
+        (item.name, source_view(item, parameters[item.name])) for item in layout
+    )
 
 
 @pytest.mark.parametrize(

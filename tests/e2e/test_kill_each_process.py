@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.launcher import roles
 from tests.conftest import ROOT, Processes
-from tests.e2e.conftest import start_vllm, trainer_command
+from tests.e2e.conftest import VllmServer, start_vllm, trainer_command
 from tests.headless_browser import LIVE, UNANSWERED, Visit, missing
 from tests.still_running import json_rows
 
@@ -42,6 +43,76 @@ def table_at(url: str) -> bool:
     return bool(httpx.get(f"{url}/fleet", timeout=60).json()["published"])
 
 
+class Run:
+    """The processes of a run. Each process can be started again."""
+
+    def __init__(self, processes: Processes, free_port: Callable[[], int], folder: Path) -> None:
+        self.processes, self.folder, self.port = processes, folder, free_port()
+        self.url = f"http://localhost:{self.port}"
+        self.vllm = self.start_vllm(free_port)
+
+    def start_vllm(self, port: Callable[[], int]) -> VllmServer:
+        flags = ("--bridge-timeout", "60")
+        return start_vllm(self.processes, port, STARTER, self.folder, flags=flags)
+
+    def start_service(self) -> ManagedProcess:
+        # A trainer reports its servers every five seconds.
+        options = {"store": self.folder / "rollouts.db", "run_folder": self.folder}
+        words = roles.service("127.0.0.1", self.port, silent_after=8, **options)
+        return self.processes.start("service", words)
+
+    def start_environment(self) -> ManagedProcess:
+        settings = {"max_token_length": 32}
+        command = roles.environment("arithmetic", self.url, [self.vllm.url], settings=settings)
+        return self.processes.start("environment", command, may_finish=True)
+
+    def start_trainer(self, *flags: str) -> ManagedProcess:
+        command = trainer_command(
+            STARTER,
+            self.url,
+            self.folder,
+            *flags,
+            bridge="broadcast",
+            lr=1e-4,
+            vllm_port=self.vllm.port,
+            batch_size=16,
+            gradient_accumulation_steps=2,
+            training_steps=STEPS,
+            bridge_timeout=60,
+            checkpoint_interval=1,
+            num_threads=1,
+        )
+        return self.processes.start("trainer", command, may_finish=True)
+
+    def steps(self) -> list[int]:
+        return [row["step"] for row in json_rows(self.folder / "trainer" / "metrics.jsonl")]
+
+    def wait_for_step(self, step: int) -> None:
+        self.processes.wait_until(
+            f"step {step}",
+            lambda: None if step in self.steps() else f"steps so far: {self.steps()}",
+            120,
+        )
+
+
+def kill_vllm(run: Run, seen: Visit | None) -> tuple[VllmServer, Any]:
+    """Without vLLM there is nothing to train with: the trainer waits for it, and brings it up to
+    date before it serves. Returns the next server, and the page's alert.
+    """
+    run.processes.kill(run.vllm.process)
+    at = max(run.steps())
+    silent = None
+    if seen:
+        silent = seen.page.get_by_role("alert").filter(
+            has_text=f"{run.vllm.url} does not answer: connection refused. Since "
+        )
+        silent.wait_for()
+    again = run.start_vllm(lambda: run.vllm.port)
+    assert "waiting for its weights" in again.log
+    run.wait_for_step(at + 2)
+    return again, silent
+
+
 def test_the_run_survives_the_death_of_each_process(
     processes: Processes,
     free_port: Callable[[], int],
@@ -50,94 +121,42 @@ def test_the_run_survives_the_death_of_each_process(
     request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    port = free_port()
-    url = f"http://localhost:{port}"
-    vllm = start_vllm(processes, free_port, STARTER, tmp_path, flags=("--bridge-timeout", "60"))
-    metrics = tmp_path / "trainer" / "metrics.jsonl"
+    run = Run(processes, free_port, tmp_path)
 
-    def start_service() -> ManagedProcess:
-        # A trainer reports its servers every five seconds.
-        options = {"store": tmp_path / "rollouts.db", "run_folder": tmp_path, "silent_after": 8}
-        return processes.start("service", roles.service("127.0.0.1", port, **options))
-
-    def start_environment() -> ManagedProcess:
-        settings = {"max_token_length": 32}
-        command = roles.environment("arithmetic", url, [vllm.url], settings=settings)
-        return processes.start("environment", command, may_finish=True)
-
-    def start_trainer(*flags: str) -> ManagedProcess:
-        command = trainer_command(
-            STARTER,
-            url,
-            tmp_path,
-            *flags,
-            bridge="broadcast",
-            lr=1e-4,
-            vllm_port=vllm.port,
-            batch_size=16,
-            gradient_accumulation_steps=2,
-            training_steps=STEPS,
-            bridge_timeout=60,
-            checkpoint_interval=1,
-            num_threads=1,
-        )
-        return processes.start("trainer", command, may_finish=True)
-
-    def steps() -> list[int]:
-        return [row["step"] for row in json_rows(metrics)]
-
-    def wait_for_step(step: int) -> None:
-        processes.wait_until(
-            f"step {step}", lambda: None if step in steps() else f"steps so far: {steps()}", 120
-        )
-
-    service = start_service()
-    processes.wait_for_http(url, 180)
-    environment = start_environment()
-    trainer = start_trainer()
-    wait_for_step(1)
-    seen = watcher(f"http://127.0.0.1:{port}", request)
+    service = run.start_service()
+    processes.wait_for_http(run.url, 180)
+    environment = run.start_environment()
+    trainer = run.start_trainer()
+    run.wait_for_step(1)
+    seen = watcher(f"http://127.0.0.1:{run.port}", request)
 
     processes.kill(environment)
-    environment = start_environment()
-    wait_for_step(max(steps()) + 2)
+    environment = run.start_environment()
+    run.wait_for_step(max(run.steps()) + 2)
 
     processes.kill(service)
     time.sleep(1)
-    service = start_service()
-    wait_for_step(max(steps()) + 2)
+    service = run.start_service()
+    run.wait_for_step(max(run.steps()) + 2)
     # A trainer that has not reported its servers to this service may never do so, and such a one
     # may be long at a batch.
     processes.wait_until(
-        "the trainer's table of servers", lambda: None if table_at(url) else "none yet", 120
+        "the trainer's table of servers", lambda: None if table_at(run.url) else "none yet", 120
     )
 
     processes.kill(trainer)
-    at = max(steps())
+    at = max(run.steps())
     if seen:
         mute = seen.page.get_by_role("alert").filter(has_text="The trainer has sent nothing for ")
         mute.wait_for()
         assert "scripts/start.sh --resume trainer" in mute.inner_text()
-    trainer = start_trainer("--resume", "auto")
-    wait_for_step(at + 1)
+    trainer = run.start_trainer("--resume", "auto")
+    run.wait_for_step(at + 1)
     assert re.search(r"Resuming from .*step_\d+ at step \d+", trainer.log_path.read_text())
-    assert vllm.state()["epoch"] == 2
+    assert run.vllm.state()["epoch"] == 2
 
-    # Without vLLM there is nothing to train with: the trainer waits for it, and brings it up to
-    # date before it serves.
-    processes.kill(vllm.process)
-    at = max(steps())
-    if seen:
-        silent = seen.page.get_by_role("alert").filter(
-            has_text=f"{vllm.url} does not answer: connection refused. Since "
-        )
-        silent.wait_for()
-    again = start_vllm(
-        processes, lambda: vllm.port, STARTER, tmp_path, flags=("--bridge-timeout", "60")
-    )
-    assert "waiting for its weights" in again.log
-    wait_for_step(at + 2)
-    if seen:
+    again, silent = kill_vllm(run, seen)
+    if seen and silent:
         silent.wait_for(state="detached")
         mute.wait_for(state="detached")
         seen.until(LIVE)
@@ -146,7 +165,7 @@ def test_the_run_survives_the_death_of_each_process(
     assert "ERROR" not in trainer.log_path.read_text()
 
     processes.finish(trainer, 180)
-    assert sorted(set(steps())) == list(range(1, STEPS + 1))
+    assert sorted(set(run.steps())) == list(range(1, STEPS + 1))
     state = again.state()
     assert (state["weight_version"], state["state"]) == (STEPS, "serving")
     assert service.poll() is None

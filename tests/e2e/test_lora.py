@@ -497,11 +497,17 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
     assert "Resuming from trained_model_checkpoints/adapter_step_3 at step 3" in text
     assert status(lora_server)["current"]["version"] == 4
     assert not served.exists()  # the first trainer has ended and no request is served its adapter
-    base = AutoModelForCausalLM.from_pretrained(lora_server.model)
+    expect_peft_to_agree(lora_server, saved / "adapter_step_4")
+    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
+
+
+def expect_peft_to_agree(server: VllmServer, adapter: Path) -> None:
+    """Expect the server to sample from the adapter as PEFT loads it."""
     from peft import PeftModel
 
-    peft = PeftModel.from_pretrained(base, saved / "adapter_step_4").eval()
-    for answer in sample(lora_server, 4):
+    base = AutoModelForCausalLM.from_pretrained(server.model)
+    peft = PeftModel.from_pretrained(base, adapter).eval()
+    for answer in sample(server, 4):
         prompt = answer["prompt_token_ids"]
         for tokens, logprobs in zip(answer["token_ids"], answer["logprobs"], strict=True):
             with torch.no_grad():
@@ -511,4 +517,3 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
                     abs(logprobs[i][str(token)] - float(expected[len(prompt) + i - 1, token]))
                     < 5 * TOLERANCE
                 )
-    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()

@@ -424,17 +424,7 @@ def test_a_fleet_of_two_goes_on_without_the_one_that_is_stopped(
     try:
         bridge.sync(1, new_weights(model, 1))
         answers = asyncio.run(ask_both(servers, REQUESTS, stop))
-        assert [answer.prompt_tokens for answer in answers] == [[n + 1] for n in range(REQUESTS)], (
-            "each has one answer, its own"
-        )
-        assert all(
-            len(tokens) == LONG["max_tokens"]
-            for answer in answers
-            for tokens in answer.output_tokens
-        )
-        assert all(
-            versions == [1] * 4 for versions in (answer.weight_versions for answer in answers)
-        )
+        expect_answers_of_their_own(answers)
         named = REASON if what == "engine" else "does not answer"
         until(
             module_processes,
@@ -457,3 +447,14 @@ def test_a_fleet_of_two_goes_on_without_the_one_that_is_stopped(
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
         bridge.close()
+
+
+def expect_answers_of_their_own(answers: list[Any]) -> None:
+    """Expect one whole answer for each request, by the weights that were served."""
+    assert [answer.prompt_tokens for answer in answers] == [[n + 1] for n in range(REQUESTS)], (
+        "each has one answer, its own"
+    )
+    assert all(
+        len(tokens) == LONG["max_tokens"] for answer in answers for tokens in answer.output_tokens
+    )
+    assert all(versions == [1] * 4 for versions in (answer.weight_versions for answer in answers))

@@ -10,7 +10,7 @@ import re
 import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -116,9 +116,8 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
         "start", "--cpu", *TWO_SERVERS, "--steps", "1000", "--batch-size", "16"
     )
     assert started.returncode == 0, started.stderr
-    log = (
-        operations.folder / "trainer.log"
-    )  # asked first: each question to status.sh is a process that computes for a second
+    # Asked first: each question to status.sh is a process that computes for a second.
+    log = operations.folder / "trainer.log"
     eventually(
         lambda: "Step 2/1000" in log.read_text(),
         lambda: operations.type("status").stdout,
@@ -143,6 +142,37 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
         os.kill(pid, signal.SIGSTOP)
     for said in started.stdout, operations.type("status").stdout:
         assert shows_the_page(said), said
+    expect_habits_of_the_launch_sequence_to_work(operations)
+    expect_keys_to_be_kept(operations)
+    assert step_shown(operations) >= 2
+
+    twice = operations.type("start", *TWO_SERVERS)
+    assert twice.returncode == 1
+    assert "service runs already" in twice.stderr
+
+    pids = operations.pids()
+    expect_all_to_end_with_what_matches(operations, pids)
+    down = operations.type("status")
+    assert down.returncode == 1
+    assert down.stdout.count("was killed, or the machine was restarted") == 5
+
+    again = operations.type("start", "service", *TWO_SERVERS)
+    assert again.returncode == 0, again.stderr
+    assert "outlived" not in again.stdout
+    assert not any(identify(pid) for pid in pids)
+    assert not (operations.run_folder / "vllm_bridge_config.json").exists()
+
+    ended = operations.type("stop")
+    assert (ended.returncode, ended.stdout.split()[:4]) == (
+        0,
+        ["service", "exited", "with", "code"],
+    )
+    assert all(
+        is_free(int(port)) for ports in operations.ports.values() for port in str(ports).split(",")
+    )
+
+
+def expect_habits_of_the_launch_sequence_to_work(operations: Operations) -> None:
     # The habits of the launch sequence work in the folder where start.sh was typed.
     assert "Step 2/1000" in (operations.folder / "trainer.log").read_text()
     assert "Shared memory setup complete!" in (operations.folder / "vllm.log").read_text(
@@ -152,38 +182,10 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     assert re.search(
         r"trainer     \| .*Step \d+/1000", operations.type("logs", "--no-follow", "trainer").stdout
     )
-    # Other machines do not reach it, other users of this one have no key, and the key stands
-    # nowhere but in its file.
-    keys = read_keys(operations.run_folder)
-    assert stat.S_IMODE((operations.run_folder / KEYS_FILE).stat().st_mode) == 0o600
-    assert undocumented(operations) == []
-    servers = [int(port) for port in str(operations.ports["VLLM"]).split(",")]
-    guarded = [(port, path) for port in servers for path in ("/bridge/state", "/tokenize")]
-    for port, path in [
-        *guarded,
-        *((int(operations.ports["SERVICE"]), path) for path in ("/status", "/batch")),
-    ]:
-        answer = httpx.get(f"http://localhost:{port}{path}", timeout=60, trust_env=False)
-        assert answer.status_code == 401, (path, answer.text)
-    bearer = {"Authorization": f"Bearer {keys['VLLM_API_KEY']}"}
-    for port in servers:
-        state = httpx.get(
-            f"http://localhost:{port}/bridge/state", headers=bearer, timeout=60, trust_env=False
-        ).json()
-        assert state["healthy"] is True
-    assert places_of_keys(operations, set(keys.values())) == []
 
-    shown = httpx.get(
-        f"http://localhost:{operations.ports['METRICS']}/metrics", timeout=60, trust_env=False
-    ).text
-    (step,) = re.findall(r"^lockstep_trainer_step (\S+)", shown, re.MULTILINE)
-    assert float(step) >= 2
 
-    twice = operations.type("start", *TWO_SERVERS)
-    assert twice.returncode == 1
-    assert "service runs already" in twice.stderr
-
-    pids = operations.pids()
+def expect_all_to_end_with_what_matches(operations: Operations, pids: Iterable[int]) -> None:
+    """Kill the processes that the guide's pattern matches."""
     # Read first: a process whose keeper has been killed dies too, and then has no command line. One
     # that had none before is gone: a part asks another program for something now and then.
     commands = {pid: command for pid in pids if (command := command_line(pid))}
@@ -207,21 +209,35 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
         lambda: "not all ended",
         seconds=120,
     )
-    down = operations.type("status")
-    assert down.returncode == 1
-    assert down.stdout.count("was killed, or the machine was restarted") == 5
 
-    again = operations.type("start", "service", *TWO_SERVERS)
-    assert again.returncode == 0, again.stderr
-    assert "outlived" not in again.stdout
-    assert not any(identify(pid) for pid in pids)
-    assert not (operations.run_folder / "vllm_bridge_config.json").exists()
 
-    ended = operations.type("stop")
-    assert (ended.returncode, ended.stdout.split()[:4]) == (
-        0,
-        ["service", "exited", "with", "code"],
-    )
-    assert all(
-        is_free(int(port)) for ports in operations.ports.values() for port in str(ports).split(",")
-    )
+def step_shown(operations: Operations) -> float:
+    """Return the trainer's step by its metrics."""
+    metrics = f"http://localhost:{operations.ports['METRICS']}/metrics"
+    shown = httpx.get(metrics, timeout=60, trust_env=False).text
+    (step,) = re.findall(r"^lockstep_trainer_step (\S+)", shown, re.MULTILINE)
+    return float(step)
+
+
+def expect_keys_to_be_kept(operations: Operations) -> None:
+    """Expect only the holder of a key to be answered, and the key to stand in its file only."""
+    # Other machines do not reach it, other users of this one have no key, and the key stands
+    # nowhere but in its file.
+    keys = read_keys(operations.run_folder)
+    assert stat.S_IMODE((operations.run_folder / KEYS_FILE).stat().st_mode) == 0o600
+    assert undocumented(operations) == []
+    servers = [int(port) for port in str(operations.ports["VLLM"]).split(",")]
+    guarded = [(port, path) for port in servers for path in ("/bridge/state", "/tokenize")]
+    for port, path in [
+        *guarded,
+        *((int(operations.ports["SERVICE"]), path) for path in ("/status", "/batch")),
+    ]:
+        answer = httpx.get(f"http://localhost:{port}{path}", timeout=60, trust_env=False)
+        assert answer.status_code == 401, (path, answer.text)
+    bearer = {"Authorization": f"Bearer {keys['VLLM_API_KEY']}"}
+    for port in servers:
+        state = httpx.get(
+            f"http://localhost:{port}/bridge/state", headers=bearer, timeout=60, trust_env=False
+        ).json()
+        assert state["healthy"] is True
+    assert places_of_keys(operations, set(keys.values())) == []

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -64,35 +65,10 @@ def test_three_steps_of_a_trainer_of_several_ranks(
         httpx.post(
             f"http://127.0.0.1:{port}/scored_data", json=made_up_group(number), timeout=30
         ).raise_for_status()
-    torchrun = [
-        "-m",
-        "tests.forked_torchrun",
-        "--nproc-per-node",
-        str(ranks),
-        "--master-port",
-        str(free_port()),
-    ]
-    launcher = ["-u"] if flag == "--single-copy" else torchrun
-    bridge = "single-copy" if flag == "--single-copy" else "broadcast"
-    _, _, *words = roles.anywhere(
-        trainer_command(
-            two_ranks.model,
-            f"http://127.0.0.1:{port}",
-            tmp_path,
-            bridge=bridge,
-            vllm_port=two_ranks.port,
-            lr=1e-3,
-            training_steps=STEPS,
-            batch_size=1,
-            gradient_accumulation_steps=4,
-            seq_len=64,
-            num_threads=1,
-            rank_timeout=60,
-        )
-    )
+    command = ranks_command(flag, ranks, two_ranks, port, free_port(), tmp_path)
     trainer = processes.start(
         "trainer",
-        [sys.executable, *launcher, *words],
+        command,
         {"PYTHONPATH": str(ROOT)},
         directory=tmp_path,
     )
@@ -128,7 +104,44 @@ def test_three_steps_of_a_trainer_of_several_ranks(
     assert all((row["bytes_moved"] == 0) == (flag == "--single-copy") for row in rows)
 
     answer = two_ranks.generate([72, 105], n=2, max_tokens=8, seed=3, ignore_eos=True)
-    start = load_model(str(two_ranks.model), torch.float32)
+    expect_sampled_from(trained, load_model(str(two_ranks.model), torch.float32), answer)
+
+
+def ranks_command(
+    flag: str, ranks: int, server: VllmServer, port: int, master_port: int, folder: Path
+) -> list[str]:
+    """The command of a trainer that starts its ranks itself, or of torchrun that starts them."""
+    torchrun = [
+        "-m",
+        "tests.forked_torchrun",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(master_port),
+    ]
+    launcher = ["-u"] if flag == "--single-copy" else torchrun
+    bridge = "single-copy" if flag == "--single-copy" else "broadcast"
+    _, _, *words = roles.anywhere(
+        trainer_command(
+            server.model,
+            f"http://127.0.0.1:{port}",
+            folder,
+            bridge=bridge,
+            vllm_port=server.port,
+            lr=1e-3,
+            training_steps=STEPS,
+            batch_size=1,
+            gradient_accumulation_steps=4,
+            seq_len=64,
+            num_threads=1,
+            rank_timeout=60,
+        )
+    )
+    return [sys.executable, *launcher, *words]
+
+
+def expect_sampled_from(trained: Any, start: Any, answer: dict[str, Any]) -> None:
+    """Expect the trained model, and not the first one, to give an answer's logprobs."""
     for tokens, logprobs in zip(answer["token_ids"], answer["logprobs"], strict=True):
         served = torch.tensor(
             [row[str(token)] for row, token in zip(logprobs, tokens, strict=True)]

@@ -109,18 +109,7 @@ def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(
     running: Running, visit: Callable[..., Visit]
 ) -> None:
     origin = running.written(r"see the run, down to the token: (http://\S+)/ui\s", 300)
-    page = int(origin.rpartition(":")[2])
-
-    def at_the_page() -> list[Listener]:
-        """The processes that listen there; forked ones are not below the command."""
-        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-        return [listener for listener in listeners(pids) if listener.port == page]
-
-    deadline = time.monotonic() + 120
-    while not (listening := at_the_page()):  # the address is printed before the service listens
-        assert time.monotonic() < deadline, f"no process listens at {page}"
-        time.sleep(0.2)
-    assert [listener for listener in listening if not listener.on_loopback] == []
+    expect_only_this_machine_at(int(origin.rpartition(":")[2]))
     overview, weights, reader = visit(origin), visit(origin), visit(origin)
     for one in overview, weights, reader:
         one.expect(UNANSWERED)  # the run may be over while they look
@@ -172,6 +161,21 @@ def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(
     assert serving, "each card was drawn in the middle of an update"
     for part in (" 0 failed", "last update", "longest gap"):
         assert part in serving[-1], serving[-1]
+
+
+def expect_only_this_machine_at(page: int) -> None:
+    """Expect all that listen at a port to listen for this machine only."""
+
+    def at_the_page() -> list[Listener]:
+        """The processes that listen there; forked ones are not below the command."""
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        return [listener for listener in listeners(pids) if listener.port == page]
+
+    deadline = time.monotonic() + 120
+    while not (listening := at_the_page()):  # the address is printed before the service listens
+        assert time.monotonic() < deadline, f"no process listens at {page}"
+        time.sleep(0.2)
+    assert [listener for listener in listening if not listener.on_loopback] == []
 
 
 def test_a_short_run_leaves_everything_that_is_promised(running: Running) -> None:

@@ -125,29 +125,8 @@ def test_the_documented_commands_start_a_cluster_of_two_hosts_and_train_on_it(
     from ray._private.utils import get_num_cpus
 
     cores = get_num_cpus()
-    sections = yaml.safe_load(
-        (ROOT / "example_trainer/configs/arithmetic_async_cpu.yaml").read_text()
-    )
-    sections["orchestration"] |= {
-        "steps": 2,
-        "service_cpus": 1,
-        "trainer_cpus": 1,
-        "generator_cpus": 1,
-    }
-    sections["orchestration"] |= {"environment_cpus": cores - 1.5}
-    sections["inference"] |= {
-        "group_size": 4,
-        "max_response_tokens": 16,
-        "max_model_length": 128,
-        "server_args": list(CACHE),
-    }
-    sections["training"] |= {
-        "model_name": str(ROOT / "assets/starter_model"),
-        "batch_size": 8,
-        "seq_len": 128,
-    }
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(sections))
+    write_settings(config, cores)
     typed = blocks()
     direct, job = typed["run"].strip().splitlines()
     with two_hosts(processes, tmp_path) as cluster:
@@ -179,3 +158,29 @@ def test_the_documented_commands_start_a_cluster_of_two_hosts_and_train_on_it(
         assert [
             row["step"] for row in json_rows(tmp_path / "run" / "trainer" / "metrics.jsonl")
         ] == [1, 2]
+
+
+def write_settings(config: Path, cores: float) -> None:
+    """A small run, with an environment that has no room on the trainer's host."""
+    sections = yaml.safe_load(
+        (ROOT / "example_trainer/configs/arithmetic_async_cpu.yaml").read_text()
+    )
+    sections["orchestration"] |= {
+        "steps": 2,
+        "service_cpus": 1,
+        "trainer_cpus": 1,
+        "generator_cpus": 1,
+    }
+    sections["orchestration"] |= {"environment_cpus": cores - 1.5}
+    sections["inference"] |= {
+        "group_size": 4,
+        "max_response_tokens": 16,
+        "max_model_length": 128,
+        "server_args": list(CACHE),
+    }
+    sections["training"] |= {
+        "model_name": str(ROOT / "assets/starter_model"),
+        "batch_size": 8,
+        "seq_len": 128,
+    }
+    config.write_text(yaml.safe_dump(sections))

@@ -74,19 +74,7 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
     }
     processes.start("student", command, environment)
     processes.start_service(ports["service"])
-    words = roles.environment(
-        "arithmetic",
-        urls["service"],
-        [urls["student"]],
-        settings={
-            "teacher_url": urls["teacher"],
-            "group_size": 4,
-            "max_token_length": 24,
-            "seed_rollouts": True,
-            "data_path_to_save_groups": tmp_path / "groups.jsonl",
-            "eval_size": 2,
-        },
-    )
+    words = taught_environment(urls, tmp_path)
     sender = processes.start("environment", words, may_finish=True)
     processes.wait_for_http(f"{urls['student']}/health_generate", SERVER_SECONDS)
     command = trainer_command(
@@ -123,8 +111,29 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     assert all(row["grad_norm"] > 0 and row["teacher_kl"] > 0 for row in found)
 
+    expect_taught(teacher_model, json_rows(tmp_path / "groups.jsonl"))
+
+
+def taught_environment(urls: dict[str, str], folder: Path) -> list[str]:
+    """The command of an environment with a teacher."""
+    return roles.environment(
+        "arithmetic",
+        urls["service"],
+        [urls["student"]],
+        settings={
+            "teacher_url": urls["teacher"],
+            "group_size": 4,
+            "max_token_length": 24,
+            "seed_rollouts": True,
+            "data_path_to_save_groups": folder / "groups.jsonl",
+            "eval_size": 2,
+        },
+    )
+
+
+def expect_taught(teacher_model: Path, groups: list[dict[str, Any]]) -> None:
+    """Every sampled token has the teacher's logprob, and the first and last sequences the right one."""
     its_model = load_model(str(teacher_model), torch.float32)
-    groups = json_rows(tmp_path / "groups.jsonl")
     sequences = []
     for group in groups:
         for tokens, mask, ids, logprobs in zip(
@@ -207,23 +216,13 @@ def test_all_are_trained_on(
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["grad_norm"] > 0 for row in rows)
     for name, process in running.items():
-        noted = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        assert (
-            sum(row.get("train/items_sent_to_api", 0) for row in noted) * GROUPS[name]
-            >= BATCH // 4 * STEPS_ENVIRONMENTS_TRAINING
-        )
-        log = process.log_path.read_text()
-        assert f"evaluation of {'sums_in_turns' if name == 'turns' else name}: " in log
-        # The model may write a tool's argument that is not valid: that is logged once, with its
-        # place.
-        assert log.count("Traceback") == log.count("a tool call went wrong (raised")
-        if name == "code":
-            assert max(row.get("train/code_crash", 0) for row in noted) > 0.5, (
-                "what this model writes is no Python"
-            )
-        if name == "calculator":
-            assert 0 < max(row.get("train/tool_use", 0) for row in noted) < 1
+        expect_sent(name, json_rows(tmp_path / f"{name}.jsonl"), process.log_path.read_text())
     posted = [json.loads(line) for line in groups.read_text().splitlines()]
+    expect_rewards_of_turns(posted)
+    assert service.poll() is None
+
+
+def expect_rewards_of_turns(posted: list[dict[str, Any]]) -> None:
     turns = [
         of_turns(*row)
         for group in posted
@@ -235,7 +234,24 @@ def test_all_are_trained_on(
     assert any(len(row) == 2 and row[0][0] != row[1][0] for row in turns), (
         "and two turns of one conversation need not"
     )
-    assert service.poll() is None
+
+
+def expect_sent(name: str, noted: list[dict[str, Any]], log: str) -> None:
+    """Expect the notes and the log of an environment whose groups were trained on."""
+    assert (
+        sum(row.get("train/items_sent_to_api", 0) for row in noted) * GROUPS[name]
+        >= BATCH // 4 * STEPS_ENVIRONMENTS_TRAINING
+    )
+    assert f"evaluation of {'sums_in_turns' if name == 'turns' else name}: " in log
+    # The model may write a tool's argument that is not valid: that is logged once, with its
+    # place.
+    assert log.count("Traceback") == log.count("a tool call went wrong (raised")
+    if name == "code":
+        assert max(row.get("train/code_crash", 0) for row in noted) > 0.5, (
+            "what this model writes is no Python"
+        )
+    if name == "calculator":
+        assert 0 < max(row.get("train/tool_use", 0) for row in noted) < 1
 
 
 def of_turns(mask: list[int], advantages: list[float]) -> list[list[float]]:
@@ -292,21 +308,7 @@ def test_evaluate_and_three_training_steps(
     half = 0.5 if PUZZLES else None
     processes.start("gsm8k", environment(min_batch_allocation=half), may_finish=True)
     if PUZZLES:
-        words = roles.environment(
-            "reasoning_gym",
-            url,
-            [server.url],
-            settings={
-                "tasks": PUZZLES,
-                "answer_form": "boxed",
-                "system_prompt": "",
-                "max_token_length": 48,
-                "eval_size": 6,
-                "steps_per_eval": 2,
-                "eval_output": tmp_path / "puzzles.json",
-                "min_batch_allocation": half,
-            },
-        )
+        words = puzzle_environment(url, server.url, tmp_path / "puzzles.json")
         puzzles = processes.start("puzzles", words, may_finish=True)
     command = trainer_command(
         STARTER,
@@ -320,10 +322,7 @@ def test_evaluate_and_three_training_steps(
     )
     trainer = processes.start("trainer", command)
     processes.finish(trainer, 240)
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = json_rows(tmp_path / "trainer" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["params_mapped"] == row["params_total"] > 0 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
@@ -342,6 +341,25 @@ def test_evaluate_and_three_training_steps(
     assert service.poll() is None
 
 
+def puzzle_environment(service: str, server: str, result: Path) -> list[str]:
+    """The command of an environment of puzzles, with half of each batch."""
+    return roles.environment(
+        "reasoning_gym",
+        service,
+        [server],
+        settings={
+            "tasks": PUZZLES,
+            "answer_form": "boxed",
+            "system_prompt": "",
+            "max_token_length": 48,
+            "eval_size": 6,
+            "steps_per_eval": 2,
+            "eval_output": result,
+            "min_batch_allocation": 0.5,
+        },
+    )
+
+
 PYTHON = os.environ.get("LOCKSTEP_VERIFIERS_PYTHON", "")
 STEPS_VERIFIERS_TRAINING = 3
 
@@ -352,18 +370,7 @@ GROUP = 8
 def test_three_training_steps(
     processes: Processes, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
-    if not PYTHON:
-        pytest.skip(
-            "LOCKSTEP_VERIFIERS_PYTHON names no interpreter that has the verifiers package (docs/environments.md)"
-        )
-    has = subprocess.run(
-        [PYTHON, "-c", "import verifiers, reasoning_gym"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    if has.returncode:
-        pytest.skip(f"{PYTHON} has no verifiers[rg]: {has.stderr.strip().splitlines()[-1]}")
+    skip_without_verifiers()
     server = start_vllm(processes, free_port, STARTER, tmp_path)
     port = free_port()
     service = processes.start_service(port)
@@ -419,3 +426,18 @@ def test_three_training_steps(
     assert json.loads(result.read_text())["num_problems"] == 4
     assert "Traceback" not in environment.log_path.read_text()
     assert service.poll() is None
+
+
+def skip_without_verifiers() -> None:
+    if not PYTHON:
+        pytest.skip(
+            "LOCKSTEP_VERIFIERS_PYTHON names no interpreter that has the verifiers package (docs/environments.md)"
+        )
+    has = subprocess.run(
+        [PYTHON, "-c", "import verifiers, reasoning_gym"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if has.returncode:
+        pytest.skip(f"{PYTHON} has no verifiers[rg]: {has.stderr.strip().splitlines()[-1]}")

@@ -204,14 +204,8 @@ def test_no_server_is_one_line_with_the_remedy(free_port: Callable[[], int]) -> 
 def test_turns(
     processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path
 ) -> None:
-    flags = (
-        "--colocate",
-        "--bridge-timeout",
-        str(BRIDGE_TIMEOUT),
-        "--num-gpu-blocks-override",
-        "1024",
-    )
-    server = start_vllm(processes, free_port, tiny_model, tmp_path, flags=flags)
+    flags = f"--colocate --bridge-timeout {BRIDGE_TIMEOUT} --num-gpu-blocks-override 1024"
+    server = start_vllm(processes, free_port, tiny_model, tmp_path, flags=tuple(flags.split()))
     bridge = SingleCopyBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT), colocate=True)
     dtype = bridge.serving_dtype()
     assert dtype is not None
@@ -265,20 +259,15 @@ def test_turns(
     assert versions == [[0, 1], [1]], "one went on, the other began after the turn"
     assert largest_difference(server, model) < TOLERANCE
 
-    resident = memory_of(server)
-    rested = resident
+    expect_memory_lent_in_a_turn(server, bridge)
+    expect_turn_to_end_with_its_writer(server, bridge, model)
+    bridge.close()
 
-    def fail_in_a_turn() -> None:
-        nonlocal rested
-        with bridge.turn(lambda: None):
-            rested = memory_of(server)
-            raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        fail_in_a_turn()
-    assert rested < resident - 0.7 * bridge.lent_bytes
-    assert server.state()["turn"] == "sampling", "however a turn ends"
-
+def expect_turn_to_end_with_its_writer(
+    server: VllmServer, bridge: SingleCopyBridge, model: Any
+) -> None:
+    """A trainer that dies in its turn, having written nothing."""
     client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
     dying = subprocess.Popen(["sleep", "600"])
     try:
@@ -295,7 +284,23 @@ def test_turns(
     assert "has ended in its turn" in server.log
     assert largest_difference(server, model) < TOLERANCE, "it had written nothing"
     client.close()
-    bridge.close()
+
+
+def expect_memory_lent_in_a_turn(server: VllmServer, bridge: SingleCopyBridge) -> None:
+    """However a turn ends, it ends, and the server has its memory back."""
+    resident = memory_of(server)
+    rested = resident
+
+    def fail_in_a_turn() -> None:
+        nonlocal rested
+        with bridge.turn(lambda: None):
+            rested = memory_of(server)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_a_turn()
+    assert rested < resident - 0.7 * bridge.lent_bytes
+    assert server.state()["turn"] == "sampling", "however a turn ends"
 
 
 def writer_of(pid: int) -> Writer:
@@ -382,6 +387,31 @@ def test_on_a_cpu_it_trains_the_starter_model_and_sees_other_bits(
     ]
     assert [row["weight_version"] for row in evaluations] == [0, 2, 3]
     assert all(0 <= row["metrics"]["solved"] <= 1 for row in evaluations)
+    expect_other_bits(rows, text)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for tag in ("train/reward_mean", "train/entropy", "train/mismatched_tokens"):
+        assert [event.step for event in events.Scalars(tag)] == [1, 2, 3]
+    saved = run / "checkpoints" / f"step_{STEPS}"
+    assert f"Saved checkpoint outputs/rl_training/checkpoints/step_{STEPS}" in text
+    expect_trained(ROOT / "assets" / "starter_model", saved)
+
+
+def expect_trained(start: Path, saved: Path) -> None:
+    """Expect a model that has learned, and that vLLM and the trainer can start from."""
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, saved))
+    assert before.keys() == after.keys()
+    assert all(
+        (before[name] != after[name]).any()
+        for name in ("model.embed_tokens.weight", "model.norm.weight")
+    )
+    assert AutoTokenizer.from_pretrained(saved).chat_template, (
+        "vLLM and the trainer can start from it"
+    )
+
+
+def expect_other_bits(rows: list[dict[str, Any]], text: str) -> None:
+    """The first step compares with the weights that sampled; the others' tokens are one step old."""
     compared, mismatched = (
         sum(row[name] for row in rows) for name in ("compared_tokens", "mismatched_tokens")
     )
@@ -404,24 +434,6 @@ def test_on_a_cpu_it_trains_the_starter_model_and_sees_other_bits(
     )
     assert abs(rows[0]["ratio_max"] - 1) < 1e-3
     assert len({row["weights_sha"] for row in rows}) == STEPS
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    for tag in ("train/reward_mean", "train/entropy", "train/mismatched_tokens"):
-        assert [event.step for event in events.Scalars(tag)] == [1, 2, 3]
-    saved = run / "checkpoints" / f"step_{STEPS}"
-    assert f"Saved checkpoint outputs/rl_training/checkpoints/step_{STEPS}" in text
-    before, after = (
-        load_file(folder / "model.safetensors")
-        for folder in (ROOT / "assets" / "starter_model", saved)
-    )
-    assert before.keys() == after.keys()
-    assert all(
-        (before[name] != after[name]).any()
-        for name in ("model.embed_tokens.weight", "model.norm.weight")
-    )
-    assert AutoTokenizer.from_pretrained(saved).chat_template, (
-        "vLLM and the trainer can start from it"
-    )
 
 
 def test_without_a_gpu_equal_bits_that_are_asked_for_end_with_one_line(tmp_path: Path) -> None:

@@ -59,6 +59,14 @@ def with_state(checkpoints: Path) -> list[int]:
     ]
 
 
+def wait_for_step(processes: Processes, folder: Path, step: int) -> None:
+    def missing() -> str | None:
+        steps = len(json_rows(folder / "metrics.jsonl"))
+        return None if steps >= step else f"{steps} steps"
+
+    processes.wait_until(f"step {step}", missing, 400)
+
+
 def post_groups(url: str, *numbers: int) -> None:
     for number in numbers:
         httpx.post(f"{url}/scored_data", json=made_up_group(number), timeout=60).raise_for_status()
@@ -69,28 +77,10 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
 ) -> None:
     port, vllm_port, metrics_port = free_port(), free_port(), free_port()
     url, vllm = f"http://localhost:{port}", f"http://localhost:{vllm_port}"
-    folder, log, checkpoints = (
-        tmp_path / "trainer",
-        tmp_path / "trainer" / "vllm.log",
-        tmp_path / "checkpoints",
-    )
+    folder, checkpoints = tmp_path / "trainer", tmp_path / "checkpoints"
+    log = folder / "vllm.log"
     processes.start_service(port)
-    command = trainer_command(
-        STARTER,
-        url,
-        tmp_path,
-        bridge=None,
-        lr=1e-4,
-        vllm_port=vllm_port,
-        metrics_port=metrics_port,
-        vllm_args=" ".join(["--max-model-len 256 --max-num-seqs 32", *CACHE]),
-        batch_size=16,
-        gradient_accumulation_steps=1,
-        training_steps=50,
-        checkpoint_interval=3,
-        num_threads=1,
-        seq_len=256,
-    )
+    command = small_trainer(url, tmp_path, vllm_port, metrics_port)
 
     def start_trainer(*flags: str) -> ManagedProcess:
         variables = FORK_CHILDREN | {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}
@@ -99,38 +89,16 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     def rows() -> list[dict[str, Any]]:
         return json_rows(folder / "metrics.jsonl")
 
-    def wait_for_step(step: int) -> None:
-        processes.wait_until(
-            f"step {step}", lambda: None if len(rows()) >= step else f"{len(rows())} steps", 400
-        )
-
-    def weights_of_an_answer() -> tuple[list[int], list[int]]:
-        body = {"prompt": {"prompt_token_ids": [5, 6, 7]}, "max_tokens": 2}
-        answer = httpx.post(f"{vllm}/generate", json=body, timeout=60).json()
-        return answer["weight_versions"], answer["weight_epochs"]
-
     # Rollouts for four steps and no more: the trainer stands still after them, between two
     # restarts.
     trainer = start_trainer()
     post_groups(url, *range(4 * 4))
-    wait_for_step(4)
+    wait_for_step(processes, folder, 4)
     assert [row["weight_version"] for row in rows()] == [0, 0, 3, 3], (
         "mode none restarts vLLM every three steps"
     )
     assert starts(log) == [0, 3]
-    run = marked_run(checkpoints)
-    assert run is not None
-    assert weights_of_an_answer() == ([3], [run.epoch])
-    assert "lockstep_weight_version 3.0" in httpx.get(f"{vllm}/metrics", timeout=30).text
-
-    def not_shown() -> str | None:  # it is a moment after the row was written
-        shown = httpx.get(f"http://localhost:{metrics_port}/metrics", timeout=60).text
-        return None if "lockstep_trainer_served_weight_version 3.0" in shown else shown
-
-    processes.wait_until("the version to be shown", not_shown, 180)
-    processes.wait_until(
-        "a state of step 3", lambda: None if with_state(checkpoints) == [3] else "not there", 120
-    )
+    expect_version_3_to_be_served(processes, vllm, metrics_port, checkpoints)
     assert "Saved the weights of" in trainer.log_path.read_text()
 
     # kill -9, and a trainer that goes on at once: it takes the server of the one before for what it
@@ -145,25 +113,80 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     )
     environment = processes.start("environment", words, may_finish=True)
     post_groups(url, *range(4 * 4, 4 * 5))
-    wait_for_step(7)
+    wait_for_step(processes, folder, 7)
     # The first trainer's row of step 4, which is in no checkpoint, has given way to the second
     # one's.
-    assert [(row["step"], row["weight_version"]) for row in rows()[3:7]] == [
-        (4, 3),
-        (5, 3),
-        (6, 6),
-        (7, 6),
-    ]
+    served = {row["step"]: row["weight_version"] for row in rows()[3:7]}
+    assert list(served.items()) == [(4, 3), (5, 3), (6, 6), (7, 6)]
     assert starts(log)[:4] == [0, 3, 3, 6]
     assert "did not start" not in trainer.log_path.read_text()
-
-    # A person's SIGTERM: what was learned is kept, and no process of the server's is left.
-    def family() -> set[int]:
-        return {*descendants(trainer.command_pid()), *family_of_server(log)}
 
     # The trainer takes what there is and then stands still, and with it the server on its last
     # checkpoint.
     os.kill(environment.command_pid(), signal.SIGSTOP)
+    expect_sigterm_to_keep_what_was_learned(processes, trainer, log, checkpoints)
+    assert is_free(vllm_port)
+    os.kill(environment.command_pid(), signal.SIGCONT)
+    # It waits, while vLLM is restarted and when the trainer is gone.
+    assert environment.poll() is None
+    kept = max(steps_in(checkpoints))
+    # A step whose weights vLLM was being restarted on is kept, and has no row yet.
+    assert kept - rows()[-1]["step"] in (0, 1)
+
+
+def expect_version_3_to_be_served(
+    processes: Processes, vllm: str, metrics_port: int, checkpoints: Path
+) -> None:
+    """Answers, metrics and checkpoints agree on it."""
+
+    def weights_of_an_answer() -> tuple[list[int], list[int]]:
+        body = {"prompt": {"prompt_token_ids": [5, 6, 7]}, "max_tokens": 2}
+        answer = httpx.post(f"{vllm}/generate", json=body, timeout=60).json()
+        return answer["weight_versions"], answer["weight_epochs"]
+
+    run = marked_run(checkpoints)
+    assert run is not None
+    assert weights_of_an_answer() == ([3], [run.epoch])
+    assert "lockstep_weight_version 3.0" in httpx.get(f"{vllm}/metrics", timeout=30).text
+
+    def not_shown() -> str | None:  # it is a moment after the row was written
+        shown = httpx.get(f"http://localhost:{metrics_port}/metrics", timeout=60).text
+        return None if "lockstep_trainer_served_weight_version 3.0" in shown else shown
+
+    processes.wait_until("the version to be shown", not_shown, 180)
+    processes.wait_until(
+        "a state of step 3", lambda: None if with_state(checkpoints) == [3] else "not there", 120
+    )
+
+
+def small_trainer(url: str, folder: Path, vllm_port: int, metrics_port: int) -> list[str]:
+    """The command of a trainer that restarts vLLM every three steps."""
+    return trainer_command(
+        STARTER,
+        url,
+        folder,
+        bridge=None,
+        lr=1e-4,
+        vllm_port=vllm_port,
+        metrics_port=metrics_port,
+        vllm_args=" ".join(["--max-model-len 256 --max-num-seqs 32", *CACHE]),
+        batch_size=16,
+        gradient_accumulation_steps=1,
+        training_steps=50,
+        checkpoint_interval=3,
+        num_threads=1,
+        seq_len=256,
+    )
+
+
+def expect_sigterm_to_keep_what_was_learned(
+    processes: Processes, trainer: ManagedProcess, log: Path, checkpoints: Path
+) -> None:
+    """A person's SIGTERM: what was learned is kept, and no process of the server's is left."""
+
+    def family() -> set[int]:
+        return {*descendants(trainer.command_pid()), *family_of_server(log)}
+
     processes.wait_until(
         "guard, API server and engine", lambda: None if len(family()) >= 3 else str(family()), 120
     )
@@ -179,14 +202,6 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
         "with all, every checkpoint keeps its state"
     )
     assert not left & parents().keys()
-    assert is_free(vllm_port)
-    os.kill(environment.command_pid(), signal.SIGCONT)
-    assert (
-        environment.poll() is None
-    )  # it waits, while vLLM is restarted and when the trainer is gone
-    kept = max(steps_in(checkpoints))
-    # A step whose weights vLLM was being restarted on is kept, and has no row yet.
-    assert kept - rows()[-1]["step"] in (0, 1)
 
 
 def test_a_server_of_somebody_else_s_is_left_alone_and_no_state_is_kept(

@@ -142,6 +142,13 @@ class Trainers:
                 raise Killed
 
     def _watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._watch_steps(monkeypatch)
+        self._watch_the_client(monkeypatch)
+        self._watch_places(monkeypatch)
+
+    def _watch_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Pass the points before and after calls."""
+
         def around(
             owner: Any,
             name: str,
@@ -161,16 +168,35 @@ class Trainers:
 
             monkeypatch.setattr(owner, name, watched)
 
+        def note_acknowledged(
+            client: RolloutClient,
+            lease: object,
+            version: int,
+            skipped: str | None = None,
+            report: object = None,
+        ) -> None:
+            if skipped is None:
+                self.acknowledged.append(self._in_hand)
+            else:
+                self.skipped.append(skipped)
+
+        around(NoBridge, "sync", after="synced")
+        around(checkpointing.Checkpoints, "begin", after="begun")
+        around(
+            checkpointing, "put_in_place", before="writing", after="written"
+        )  # in the writing thread
+        around(RolloutClient, "acknowledge", "acknowledging", "acknowledged", note_acknowledged)
+        around(RolloutClient, "settle", after="settled")
+        around(RolloutClient, "end_run", before="ending")
+
+    def _watch_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Note which group each step takes, and spoil its logprobs if it shall be."""
         numbers = {
             tuple(row[3:]): number
             for number in range(50)
             for row in made_up_group(number)["tokens"]
         }
-        take_step, register, logprobs = (
-            trainer.guarded_step,
-            RolloutClient.register,
-            step.response_logprobs,
-        )
+        take_step, logprobs = trainer.guarded_step, step.response_logprobs
 
         def take(
             model: Any, optimizer: Any, minibatches: Sequence[Sequence[PackedBin]], *rest: Any
@@ -186,35 +212,20 @@ class Trainers:
             self._passed("stepped")
             return taken
 
-        def register_and_note(client: RolloutClient, registration: Any) -> None:
-            del self.line[registration.starting_step :]
-            register(client, registration)
-            self._passed("registered")
-
-        def note_acknowledged(
-            client: RolloutClient,
-            lease: object,
-            version: int,
-            skipped: str | None = None,
-            report: object = None,
-        ) -> None:
-            if skipped is None:
-                self.acknowledged.append(self._in_hand)
-            else:
-                self.skipped.append(skipped)
-
         def logprobs_with_faults(*arguments: Any) -> Any:
             chosen, entropy = logprobs(*arguments)
             return self.faults.get(self._in_hand, lambda value: value)(chosen), entropy
 
         monkeypatch.setattr(step, "response_logprobs", logprobs_with_faults)
         monkeypatch.setattr(trainer, "guarded_step", take)
+
+    def _watch_the_client(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Note where a registration lets the line go on."""
+        register = RolloutClient.register
+
+        def register_and_note(client: RolloutClient, registration: Any) -> None:
+            del self.line[registration.starting_step :]
+            register(client, registration)
+            self._passed("registered")
+
         monkeypatch.setattr(RolloutClient, "register", register_and_note)
-        around(NoBridge, "sync", after="synced")
-        around(checkpointing.Checkpoints, "begin", after="begun")
-        around(
-            checkpointing, "put_in_place", before="writing", after="written"
-        )  # in the writing thread
-        around(RolloutClient, "acknowledge", "acknowledging", "acknowledged", note_acknowledged)
-        around(RolloutClient, "settle", after="settled")
-        around(RolloutClient, "end_run", before="ending")

@@ -9,6 +9,7 @@ import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,26 @@ def trainers_own(model: Decoder, batch: list[dict[str, Any]]) -> dict[tuple[int,
     return {(group, i): row.numpy().tobytes() for (group, i), row in rows}
 
 
+def worker_command(url: str, name: str, model: Path = MODEL) -> list[str]:
+    return roles.reference_worker(str(model), url, deterministic=True, name=name, lease_seconds=3)
+
+
+def wishes(model: Any) -> Any:
+    """The registration of a trainer that leaves its reference to workers."""
+    reference = ReferenceSettings.of(CONFIG, model).for_the_wire()
+    wants = replace(REGISTRATION, batch_size=GROUPS * SIZE, max_token_len=512, model=str(MODEL))
+    return replace(wants, ref_logprobs_from_workers=True, reference=reference)
+
+
+def bits_of(parsed: Any) -> dict[Any, bytes]:
+    """The reference's bits of each sequence that has them."""
+    return {
+        s.order: s["reference_logprobs"].tobytes()
+        for s in parsed.sequences
+        if "reference_logprobs" in s.fields
+    }
+
+
 def test_every_group_gets_the_trainers_own_bits_whoever_dies(
     processes: Processes, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
@@ -77,10 +98,7 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
         processes.wait_for_http(f"{url}/", seconds=180)
         return started
 
-    def worker(name: str, model: Path = MODEL) -> list[str]:
-        return roles.reference_worker(
-            str(model), url, deterministic=True, name=name, lease_seconds=3
-        )
+    worker = partial(worker_command, url)
 
     def seen() -> dict[str, Any]:
         found: dict[str, Any] = httpx.get(f"{url}/reference", timeout=60).raise_for_status().json()
@@ -93,10 +111,7 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
     doomed, halted = (processes.start(name, worker(name)) for name in ("doomed", "halted"))
     model = load_model(str(MODEL), torch.float32, "cpu", deterministic_decoder)
     client = RolloutClient(url, StopSignal(), service_timeout=60, batch_timeout=WAIT)
-    reference = ReferenceSettings.of(CONFIG, model).for_the_wire()
-    wants = replace(REGISTRATION, batch_size=GROUPS * SIZE, max_token_len=512, model=str(MODEL))
-    wants = replace(wants, ref_logprobs_from_workers=True, reference=reference)
-    client.register(wants)
+    client.register(wishes(model))
     httpx.post(f"{url}/scored_data_list", json=groups(), timeout=60).raise_for_status()
 
     def leased(name: str) -> str | None:
@@ -119,28 +134,23 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
     batch = client.next_batch()
     parsed = parse_batch(batch.groups, 512, 1024, Rules(reference="required"))
     assert (parsed.invalid, len(parsed.sequences)) == ([], GROUPS * SIZE)
-    found = {
-        s.order: s["reference_logprobs"].tobytes()
-        for s in parsed.sequences
-        if "reference_logprobs" in s.fields
-    }
+    found = bits_of(parsed)
     assert found == trainers_own(model, batch.groups)
     assert processes.stop(one) == 128 + 15
     assert "Stopped by SIGTERM" in one.log_path.read_text()
     processes.stop(two)
-    os.kill(
-        halted.command_pid(), signal.SIGCONT
-    )  # others have answered what it had; from here on it works alone
+    # Others have answered what it had; from here on it works alone.
+    os.kill(halted.command_pid(), signal.SIGCONT)
     client.acknowledge(batch.lease, 1)
     httpx.post(f"{url}/scored_data_list", json=groups(), timeout=60).raise_for_status()
     second = parse_batch(client.next_batch().groups, 512, 1024, Rules(reference="required"))
-    assert {
-        s.order: s["reference_logprobs"].tobytes()
-        for s in second.sequences
-        if "reference_logprobs" in s.fields
-    } == found
+    assert bits_of(second) == found
     client.close()
-    said = processes.finish(other, 180)
+    expect_refusal(processes.finish(other, 180), tmp_path / "other")
+
+
+def expect_refusal(said: str, model: Path) -> None:
+    """Expect the one line of a worker with another model than the trainer's."""
     assert "status 2" in said
     (line,) = [line for line in said.splitlines() if line.startswith("ERROR")]
-    assert f"has the model '{tmp_path / 'other'}', but the trainer's reference is '{MODEL}'" in line
+    assert f"has the model '{model}', but the trainer's reference is '{MODEL}'" in line

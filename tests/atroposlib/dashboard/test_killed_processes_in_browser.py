@@ -37,6 +37,34 @@ def since(fault: Locator) -> str:
     return found[1]
 
 
+def expect_a_hang_to_be_noticed(service: Service, sleeper: Visit) -> None:
+    """The service hangs, and its connections stay: a page without a message for half a minute
+    tries a new one.
+    """
+    sleeper.page.clock.install()
+    sleeper.open("/ui")
+    sleeper.until(LIVE)
+    assert service.process is not None
+    service.process.send_signal(signal.SIGSTOP)
+    sleeper.page.clock.fast_forward(40_000)
+    sleeper.until(LOST)
+    service.process.send_signal(signal.SIGCONT)
+    sleeper.until(LIVE)
+    sleeper.page.context.close()
+
+
+def expect_the_service_to_be_gone(seen: Visit) -> Locator:
+    """Return the alert about it."""
+    seen.until(LOST)
+    mute = alert(seen, "service: It does not answer.")
+    mute.wait_for()
+    assert "scripts/start.sh --resume service" in mute.inner_text()
+    part = seen.page.get_by_role("listitem", name="service", exact=True)
+    assert part.get_attribute("data-state") == "gone"
+    assert "does not answer" in seen.page.locator("#headline").inner_text()
+    return mute
+
+
 def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
     tmp_path: Path, processes: Processes, free_port: Callable[[], int], visit: Callable[..., Visit]
 ) -> None:
@@ -63,19 +91,7 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         headline = seen.page.locator("#headline")
         headline.filter(has_text="Training: 1 environment, 1 of 1 server well.").wait_for()
 
-        # It hangs, and its connections stay: a page without a message for half a minute tries a new
-        # one.
-        sleeper = visit(seen.origin)
-        sleeper.page.clock.install()
-        sleeper.open("/ui")
-        sleeper.until(LIVE)
-        assert service.process is not None
-        service.process.send_signal(signal.SIGSTOP)
-        sleeper.page.clock.fast_forward(40_000)
-        sleeper.until(LOST)
-        service.process.send_signal(signal.SIGCONT)
-        sleeper.until(LIVE)
-        sleeper.page.context.close()
+        expect_a_hang_to_be_noticed(service, visit(seen.origin))
 
         processes.kill(server)
         silent = alert(seen, f"vLLM server: {url} does not answer: connection refused.")
@@ -85,17 +101,7 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         assert seen.page.get_by_role("listitem", name="vllm").get_attribute("data-state") == "gone"
 
         service.signal(signal.SIGKILL)
-        seen.until(LOST)
-        mute = alert(seen, "service: It does not answer.")
-        mute.wait_for()
-        assert "scripts/start.sh --resume service" in mute.inner_text()
-        assert (
-            seen.page.get_by_role("listitem", name="service", exact=True).get_attribute(
-                "data-state"
-            )
-            == "gone"
-        )
-        assert "does not answer" in headline.inner_text()
+        mute = expect_the_service_to_be_gone(seen)
 
         service.start()
         seen.until(LIVE)
@@ -113,11 +119,8 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         for one in seen, late:
             alert(one, url).wait_for(state="detached")
         headline.filter(has_text="Training: 1 environment, 1 of 1 server well.").wait_for()
-        for happened in (
-            f"{url} does not answer",
-            "the rollout service was restarted",
-            f"{url} answers again",
-        ):
+        server_said = (f"{url} does not answer", f"{url} answers again")
+        for happened in (*server_said, "the rollout service was restarted"):
             late.page.get_by_role("row").filter(has_text=happened).first.wait_for()
     finally:
         service.signal(signal.SIGTERM)

@@ -155,6 +155,22 @@ async def test_a_service_that_says_nothing_takes_no_server_away(
 # ------------------------------------------------------------------------------------------------------
 
 
+def control(url: str, **change: Any) -> None:
+    httpx.post(f"{url}/control", json=change, timeout=60).raise_for_status()
+
+
+def publish(stack: Stack, urls: list[str], *standings: str) -> None:
+    """Send the service the table of servers, as the trainer does."""
+    told = [
+        {"url": url, "standing": standing} for url, standing in zip(urls, standings, strict=True)
+    ]
+    httpx.post(f"{stack.service_url}/fleet", json={"servers": told}, timeout=60).raise_for_status()
+
+
+def requests(url: str) -> int:
+    return len(httpx.get(f"{url}/requests", timeout=60).json())
+
+
 @pytest.mark.e2e
 def test_it_goes_on_while_servers_come_are_restarted_and_leave(
     stack: Stack, free_port: Callable[[], int]
@@ -166,21 +182,6 @@ def test_it_goes_on_while_servers_come_are_restarted_and_leave(
         command = inference_standin.command(ports[which], stack.tokenizer_dir, serving=True)
         return stack.processes.start(f"inference-{which}", command, OFFLINE)
 
-    def control(which: int, **change: Any) -> None:
-        httpx.post(f"{urls[which]}/control", json=change, timeout=60).raise_for_status()
-
-    def publish(*standings: str) -> None:
-        told = [
-            {"url": url, "standing": standing}
-            for url, standing in zip(urls, standings, strict=True)
-        ]
-        httpx.post(
-            f"{stack.service_url}/fleet", json={"servers": told}, timeout=60
-        ).raise_for_status()
-
-    def requests(which: int) -> int:
-        return len(httpx.get(f"{urls[which]}/requests", timeout=60).json())
-
     def until(text: str) -> None:
         """Train until the environment has written it: one that has nothing to do looks at no
         server.
@@ -188,9 +189,8 @@ def test_it_goes_on_while_servers_come_are_restarted_and_leave(
 
         def probe() -> str | None:
             stack.next_batch()
-            return (
-                None if text in environment.log_path.read_text(errors="replace") else f"no {text!r}"
-            )
+            written = environment.log_path.read_text(errors="replace")
+            return None if text in written else f"no {text!r}"
 
         wait_until(text, probe, 180)
 
@@ -199,37 +199,36 @@ def test_it_goes_on_while_servers_come_are_restarted_and_leave(
     stack.register_trainer(num_steps=1000)
     for which in (0, 1):
         stack.processes.wait_for_http(f"{urls[which]}/health", 120)
-    publish("good", "joining")
+    publish(stack, urls, "good", "joining")
     environment = stack.start_environment(
         ARITHMETIC, "--follow_fleet"
     )  # its own --openai.base_url leads nowhere
     stack.take_batches(2)
-    assert requests(1) == 0, "a server that joins has no weights of the trainer's"
-    publish("good", "good")
+    assert requests(urls[1]) == 0, "a server that joins has no weights of the trainer's"
+    publish(stack, urls, "good", "good")
     until(f"the inference servers of the fleet are now: {urls[0]}, {urls[1]}")
     stack.take_batches(4)
-    assert requests(1) > 0
+    assert requests(urls[1]) > 0
 
     stack.processes.kill(servers[0])
-    publish("away", "good")
+    publish(stack, urls, "away", "good")
     stack.take_batches(4)
     start(0)
     stack.processes.wait_for_http(f"{urls[0]}/health", 120)
     until(f"inference server at {urls[0]} is back")
-    control(1, serving=False)
+    control(urls[1], serving=False)
     until(f"{urls[1]} is away")
     stack.take_batches(4)
-    control(1, serving=True)
+    control(urls[1], serving=True)
     until(f"inference server at {urls[1]} is back")
 
-    httpx.post(
-        f"{stack.service_url}/fleet/leave", json={"url": urls[0]}, timeout=60
-    ).raise_for_status()
+    leave = f"{stack.service_url}/fleet/leave"
+    httpx.post(leave, json={"url": urls[0]}, timeout=60).raise_for_status()
     until(f"the inference servers of the fleet are now: {urls[1]}")
-    before = requests(0)
+    before = requests(urls[0])
     for batch in stack.take_batches(6):
         assert sum(len(group["tokens"]) for group in batch) == 32
-    assert requests(0) <= before + 1
+    assert requests(urls[0]) <= before + 1
     log = environment.log_path.read_text(errors="replace")
     assert "Traceback" not in log
     assert "given up" not in log

@@ -295,88 +295,98 @@ def test_a_damaged_body_costs_its_group_and_nothing_else(tmp_path: Path) -> None
     run(lambda: test(take, register=False))
 
 
+async def post_one(service: RolloutService, store: FaultyStore, key: str) -> None:
+    (draft,) = read_groups(
+        httpx.Request("POST", "http://x", json=group(idempotency_key=key)).content, many=False
+    )
+    await service.post([draft])
+    assert key in on_disk(store).of("key")
+
+
+async def take_batch(service: RolloutService, store: FaultyStore) -> None:
+    async with service.handing_out(0, None) as hand_out:
+        if hand_out is not None:
+            leases: dict[int, list[int]] = {}
+            for held in on_disk(store).groups():
+                leases.setdefault(held.place, []).append(held.seq)
+            if (
+                hand_out.lease.batch_id in service.queue.leases
+            ):  # not acknowledged by another trainer in between
+                assert leases[hand_out.lease.batch_id] == [
+                    held.seq for held in hand_out.lease.groups
+                ]
+            hand_out.complete = True
+
+
+async def acknowledge(service: RolloutService, store: FaultyStore) -> None:
+    leases = list(service.queue.leases)
+    if leases:
+        await service.run(lambda queue: queue.ack(leases[0]))
+        assert leases[0] not in on_disk(store).of("lease")
+
+
+async def commits_again(service: RolloutService, store: FaultyStore) -> None:
+    """Wait until the store has no fault any more."""
+    store.fault = None
+    while True:
+        with suppress(StoreError):
+            await service.run(lambda queue: None)
+            break
+        await asyncio.sleep(0.001)
+
+
+def expect_same(queue: Any, snapshot: Any) -> None:
+    """Queue and disk hold the same."""
+    assert [held.seq for held in queue.lines] == [
+        held.seq for held in snapshot.groups() if held.place == QUEUED
+    ]
+    assert queue.leases.keys() == snapshot.of("lease").keys()
+    assert all(lease.sending == 0 for lease in queue.leases.values()), (
+        "none is taken to be on its way for ever"
+    )
+    assert list(queue.keys) == list(snapshot.of("key"))
+
+
+async def chaos(store: FaultyStore, chance: random.Random) -> None:
+    service = RolloutService(store)
+    await service.run(
+        lambda queue: queue.register(registered(1, "g", "p", 4, 9, "c", 1, 0, 9, ack_batches=True))
+    )
+    tasks: list[asyncio.Task[None]] = []
+    for _ in range(60):
+        what = chance.random()
+        if what < 0.45:
+            tasks.append(
+                asyncio.create_task(post_one(service, store, f"key {chance.randrange(12)}"))
+            )
+        elif what < 0.65:
+            tasks.append(asyncio.create_task(take_batch(service, store)))
+        elif what < 0.75:
+            tasks.append(asyncio.create_task(acknowledge(service, store)))
+        elif what < 0.85:
+            store.may_go_on.clear()
+        elif what < 0.9 and tasks:
+            chance.choice(tasks).cancel()
+        elif what < 0.95:
+            store.fault = chance.choice([StoreError("full"), KeyError("unheard of")])
+        else:
+            store.may_go_on.set()
+        for _ in range(chance.randrange(4)):
+            await asyncio.sleep(0)
+    store.may_go_on.set()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert result is None or isinstance(result, StoreError | asyncio.CancelledError), repr(
+            result
+        )
+    await commits_again(service, store)
+    expect_same(service.queue, on_disk(store))
+    await service.committer.close()
+
+
 def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
     """Posts, retries, batches and acknowledgements at once, while commits stall and fail as they
     please: an answered client finds on the disk, at that moment, everything that the answer
     promises; and in the end queue and disk hold the same."""
-
-    async def post(service: RolloutService, store: FaultyStore, key: str) -> None:
-        (draft,) = read_groups(
-            httpx.Request("POST", "http://x", json=group(idempotency_key=key)).content, many=False
-        )
-        await service.post([draft])
-        assert key in on_disk(store).of("key")
-
-    async def batch(service: RolloutService, store: FaultyStore) -> None:
-        async with service.handing_out(0, None) as hand_out:
-            if hand_out is not None:
-                leases: dict[int, list[int]] = {}
-                for held in on_disk(store).groups():
-                    leases.setdefault(held.place, []).append(held.seq)
-                if (
-                    hand_out.lease.batch_id in service.queue.leases
-                ):  # not acknowledged by another trainer in between
-                    assert leases[hand_out.lease.batch_id] == [
-                        held.seq for held in hand_out.lease.groups
-                    ]
-                hand_out.complete = True
-
-    async def ack(service: RolloutService, store: FaultyStore) -> None:
-        leases = list(service.queue.leases)
-        if leases:
-            await service.run(lambda queue: queue.ack(leases[0]))
-            assert leases[0] not in on_disk(store).of("lease")
-
-    async def chaos(store: FaultyStore, chance: random.Random) -> None:
-        service = RolloutService(store)
-        await service.run(
-            lambda queue: queue.register(
-                registered(1, "g", "p", 4, 9, "c", 1, 0, 9, ack_batches=True)
-            )
-        )
-        tasks: list[asyncio.Task[None]] = []
-        for _ in range(60):
-            what = chance.random()
-            if what < 0.45:
-                tasks.append(
-                    asyncio.create_task(post(service, store, f"key {chance.randrange(12)}"))
-                )
-            elif what < 0.65:
-                tasks.append(asyncio.create_task(batch(service, store)))
-            elif what < 0.75:
-                tasks.append(asyncio.create_task(ack(service, store)))
-            elif what < 0.85:
-                store.may_go_on.clear()
-            elif what < 0.9 and tasks:
-                chance.choice(tasks).cancel()
-            elif what < 0.95:
-                store.fault = chance.choice([StoreError("full"), KeyError("unheard of")])
-            else:
-                store.may_go_on.set()
-            for _ in range(chance.randrange(4)):
-                await asyncio.sleep(0)
-        store.may_go_on.set()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert result is None or isinstance(result, StoreError | asyncio.CancelledError), repr(
-                result
-            )
-        store.fault = None
-        while True:
-            with suppress(StoreError):
-                await service.run(lambda queue: None)
-                break
-            await asyncio.sleep(0.001)
-        snapshot = on_disk(store)
-        queue = service.queue
-        assert [held.seq for held in queue.lines] == [
-            held.seq for held in snapshot.groups() if held.place == QUEUED
-        ]
-        assert queue.leases.keys() == snapshot.of("lease").keys()
-        assert all(lease.sending == 0 for lease in queue.leases.values()), (
-            "none is taken to be on its way for ever"
-        )
-        assert list(queue.keys) == list(snapshot.of("key"))
-        await service.committer.close()
 
     where = "/dev/shm" if Path("/dev/shm").is_dir() else None
     for seed in range(40):

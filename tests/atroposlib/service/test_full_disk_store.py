@@ -182,6 +182,69 @@ def opened(path: Path) -> SqliteStore:
     return store
 
 
+class SqueezedQueue:
+    """A queue on a store whose file may not always grow.
+
+    Attributes:
+        accepted, delivered: numbers of groups.
+        refused: how many commits of posts were.
+    """
+
+    def __init__(self, path: Path, chance: random.Random) -> None:
+        self.path, self.chance = path, chance
+        self.store, self.queue = opened(path), RolloutQueue()
+        self.accepted, self.delivered = set[int](), list[int]()
+        self.number = self.refused = 0
+        self.queue.register(
+            registered(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=None, ack_batches=True)
+        )
+        assert self.commit()
+
+    def commit(self) -> bool:
+        try:
+            self.store.commit([self.queue.take_changes()])
+        except StoreError:
+            self.queue = RolloutQueue(None, self.store.load())
+            return False
+        return True
+
+    def post(self) -> None:
+        """One to four groups in a commit."""
+        numbers = range(self.number, self.number + self.chance.randint(1, 4))
+        self.number = numbers[-1] + 1
+        for one in numbers:
+            body = b"%d:" % one + b"x" * self.chance.choice((10, 3000, 300_000))
+            self.queue.add(ValidatedGroup(body, 4, 10, None, (), f"k{one}"), 0.0)
+        if self.commit():
+            self.accepted |= set(numbers)
+        else:
+            self.refused += 1
+
+    def drain(self) -> None:
+        """Hand a batch out."""
+        lease = self.queue.next_batch(0.0)
+        assert self.commit(), "a batch is handed out whatever the disk"
+        if lease is not None:
+            numbers = self.numbers(lease.groups)
+            self.queue.ack(lease.batch_id)
+            assert self.commit(), "and acknowledged"
+            self.delivered.extend(numbers)
+
+    def squeeze(self) -> None:
+        """Change how long the file may be."""
+        pages = self.chance.choice((0, 0, 2, 10))
+        self.store._reserve.hold(self.store, pages)  # type: ignore[attr-defined]
+
+    def restart(self) -> None:
+        self.store.close()
+        self.store = opened(self.path)
+        self.queue = RolloutQueue(None, self.store.load())
+
+    def numbers(self, groups: Any) -> list[int]:
+        bodies = self.store.bodies([one.seq for one in groups])
+        return [int(body.split(b":", 1)[0]) for body in bodies]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(
     tmp_path: Path, seed: int
@@ -189,75 +252,17 @@ def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(
     """An adversary changes how long the file may be; what was accepted is delivered once, and only
     posts are refused.
     """
-    chance = random.Random(seed)
-    store = opened(tmp_path / "a.db")
-    queue = RolloutQueue()
-    accepted: set[int] = set()
-    delivered: list[int] = []
-    refused = 0
-
-    def commit() -> bool:
-        nonlocal queue
-        try:
-            store.commit([queue.take_changes()])
-        except StoreError:
-            queue = RolloutQueue(None, store.load())
-            return False
-        return True
-
-    def drain() -> None:
-        lease = queue.next_batch(0.0)
-        assert commit(), "a batch is handed out whatever the disk"
-        if lease is not None:
-            bodies = store.bodies([one.seq for one in lease.groups])
-            queue.ack(lease.batch_id)
-            assert commit(), "and acknowledged"
-            delivered.extend(int(body.split(b":", 1)[0]) for body in bodies)
-
-    queue.register(
-        registered(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=None, ack_batches=True)
-    )
-    assert commit()
-    number = 0
+    squeezed = SqueezedQueue(tmp_path / "a.db", random.Random(seed))
     for _ in range(120):
-        match chance.choice(("post", "post", "post", "drain", "squeeze", "restart")):
-            case "post":
-                numbers = list(range(number, number + chance.randint(1, 4)))
-                number = numbers[-1] + 1
-                for one in numbers:
-                    queue.add(
-                        ValidatedGroup(
-                            b"%d:" % one + b"x" * chance.choice((10, 3000, 300_000)),
-                            4,
-                            10,
-                            None,
-                            (),
-                            f"k{one}",
-                        ),
-                        0.0,
-                    )
-                if commit():
-                    accepted |= set(numbers)
-                else:
-                    refused += 1
-            case "drain":
-                drain()
-            case "squeeze":
-                store._reserve.hold(store, chance.choice((0, 0, 2, 10)))  # type: ignore[attr-defined]
-            case "restart":
-                store.close()
-                store = opened(tmp_path / "a.db")
-                queue = RolloutQueue(None, store.load())
-    while queue.held_groups >= 2:
-        drain()
-    assert refused > 0
-    assert len(delivered) == len(set(delivered))
-    left = {
-        int(body.split(b":", 1)[0])
-        for body in store.bodies([one.seq for one in store.load().groups()])
-    }
-    assert set(delivered) | left == accepted
-    store.close()
+        do = squeezed.chance.choice(("post", "post", "post", "drain", "squeeze", "restart"))
+        getattr(squeezed, do)()
+    while squeezed.queue.held_groups >= 2:
+        squeezed.drain()
+    assert squeezed.refused > 0
+    assert len(squeezed.delivered) == len(set(squeezed.delivered))
+    left = squeezed.numbers(squeezed.store.load().groups())
+    assert set(squeezed.delivered) | set(left) == squeezed.accepted
+    squeezed.store.close()
 
 
 def test_posts_in_one_commit_with_a_batch_never_use_the_reserve(tmp_path: Path) -> None:
@@ -394,6 +399,57 @@ def test_the_reserve_opens_a_store_that_was_killed_on_a_full_disk(tmp_path: Path
         assert "Traceback" not in service.log.read_text()
 
 
+COUNT = 36
+"""More groups than the disk takes at once."""
+
+
+async def post_all(client: RolloutServiceClient, numbers: range) -> None:
+    for number in numbers:
+        answer = await client.post("/scored_data", wide(number) | {"idempotency_key": f"k{number}"})
+        assert answer["status"] == "received"
+
+
+async def train_beside_another_program(service: Service, disk: Path) -> list[int]:
+    delivered: list[int] = []
+    while len(delivered) < COUNT:
+        answer = await asyncio.to_thread(service.http.get, "/batch")
+        if answer.json()["batch"] is None:
+            await asyncio.sleep(0.05)
+            continue
+        if len(delivered) in (6, 15):
+            other = fill(disk)
+            if len(delivered) == 6:
+                await asyncio.to_thread(restart, service)
+            other.unlink()
+        ack = await asyncio.to_thread(
+            service.http.post, "/batch/ack", json={"batch_id": answer.json()["batch_id"]}
+        )
+        assert ack.status_code == 200, ack.text
+        delivered += marks(answer.json()["batch"])
+    return delivered
+
+
+def restart(service: Service) -> None:
+    service.signal(signal.SIGKILL)
+    service.start()
+
+
+async def post_and_train(service: Service, disk: Path) -> list[int]:
+    client = RolloutServiceClient(str(service.http.base_url), timeout=60.0)
+    async with asyncio.timeout(120):
+        third = COUNT // 3
+        posts = [
+            asyncio.create_task(post_all(client, range(n * third + 1, (n + 1) * third + 1)))
+            for n in range(3)
+        ]
+        while client._full_since is None:  # the disk does not hold them all
+            await asyncio.sleep(0.01)
+        delivered = await train_beside_another_program(service, disk)
+        await asyncio.gather(*posts)
+        await client.close()
+    return delivered
+
+
 def test_environments_wait_while_another_program_has_the_disk_and_nothing_is_lost_or_doubled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -401,58 +457,11 @@ def test_environments_wait_while_another_program_has_the_disk_and_nothing_is_los
     while it is full.
     """
     monkeypatch.setattr(service_client, "retry_after", lambda *_, **__: 0.1)
-    count = 36
-
-    async def post(client: RolloutServiceClient, numbers: range) -> None:
-        for number in numbers:
-            answer = await client.post(
-                "/scored_data", wide(number) | {"idempotency_key": f"k{number}"}
-            )
-            assert answer["status"] == "received"
-
-    async def train(service: Service, disk: Path) -> list[int]:
-        delivered: list[int] = []
-        while len(delivered) < count:
-            answer = await asyncio.to_thread(service.http.get, "/batch")
-            if answer.json()["batch"] is None:
-                await asyncio.sleep(0.05)
-                continue
-            if len(delivered) in (6, 15):
-                other = fill(disk)
-                if len(delivered) == 6:
-                    await asyncio.to_thread(restart, service)
-                other.unlink()
-            ack = await asyncio.to_thread(
-                service.http.post, "/batch/ack", json={"batch_id": answer.json()["batch_id"]}
-            )
-            assert ack.status_code == 200, ack.text
-            delivered += marks(answer.json()["batch"])
-        return delivered
-
-    def restart(service: Service) -> None:
-        service.signal(signal.SIGKILL)
-        service.start()
-
-    async def test(service: Service, disk: Path) -> list[int]:
-        client = RolloutServiceClient(str(service.http.base_url), timeout=60.0)
-        async with asyncio.timeout(120):
-            third = count // 3
-            posts = [
-                asyncio.create_task(post(client, range(n * third + 1, (n + 1) * third + 1)))
-                for n in range(3)
-            ]
-            while client._full_since is None:  # the disk does not hold them all
-                await asyncio.sleep(0.01)
-            delivered = await train(service, disk)
-            await asyncio.gather(*posts)
-            await client.close()
-        return delivered
-
     with small_disk(tmp_path, 100) as disk:
         service = Service(tmp_path, "--store", str(disk / "a.db"), "--no-ui").start()
         service.begin(batch_size=12, ack_batches=True)
-        delivered = asyncio.run(test(service, disk))
-        assert sorted(delivered) == list(range(1, count + 1))
+        delivered = asyncio.run(post_and_train(service, disk))
+        assert sorted(delivered) == list(range(1, COUNT + 1))
         assert service.get("/batch")["batch"] is None
         assert service.signal(signal.SIGTERM) == 0
         assert "Traceback" not in service.log.read_text()

@@ -42,7 +42,7 @@ def done(service: Service, number: int, worker: str = "one", **answer: Any) -> A
     return service.post("/reference/done", body)
 
 
-def test_groups_go_to_workers_and_come_back_with_their_reference(service: Service) -> None:
+def test_a_worker_is_told_why_there_is_nothing_to_do(service: Service) -> None:
     assert lease(service) == {
         "groups": [],
         "waiting": 0,
@@ -51,14 +51,12 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     }
     service.post("/register", trainer(**WANTED | {"ref_logprobs_from_workers": False}))
     assert "takes no ref_logprobs" in lease(service)["reason"]
-    service.post(
-        "/scored_data",
-        group(
-            mark=1,
-            ref_logprobs=None,
-            messages=[[{"role": "user", "content": ',"ref_logprobs":null}'}]],
-        ),
-    )
+
+
+def test_groups_go_to_workers_and_come_back_with_their_reference(service: Service) -> None:
+    service.post("/register", trainer(**WANTED | {"ref_logprobs_from_workers": False}))
+    said = [[{"role": "user", "content": ',"ref_logprobs":null}'}]]
+    service.post("/scored_data", group(mark=1, ref_logprobs=None, messages=said))
     reference = {"model": "base", "temperature": 1.0, "table": "fast", "seq_len": 9}
     service.post("/register", trainer(**WANTED, reference=reference))
     service.post("/scored_data", group(mark=2, sampling_params=[{"temperature": 0.5}] * 4))
@@ -66,10 +64,7 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     assert marks(service.get("/batch")["batch"]) == [3], "who brings its own waits for nobody"
     service.post("/batch/ack", {})
 
-    wrong = {"worker": "one", "model": "m", "max_tokens": 1, "seconds": 60}
-    refusal = service.http.post("/reference/lease", json=wrong)
-    assert refusal.status_code == 409
-    assert "'base'" in refusal.json()["detail"]
+    expect_another_model_refused(service)
     first = lease(service, model="base")
     assert (first["waiting"], first["reference"]) == (1, reference)
     (taken,) = first["groups"]
@@ -101,7 +96,7 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     assert "no longer waits" in done(service, 2**52)["refused"][0]["reason"]
     (handed,) = service.get("/batch")["batch"]
     assert handed["ref_logprobs"] == ROWS
-    assert handed["messages"] == [[{"role": "user", "content": ',"ref_logprobs":null}'}]]
+    assert handed["messages"] == said
     service.post("/batch/ack", {})
     assert done(service, both[0]["id"], "two", unusable="token 5 is none of mine")["accepted"] == [
         both[0]["id"]
@@ -109,16 +104,28 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     (handed,) = service.get("/batch")["batch"]
     assert (handed["tokens"][0][0], handed["ref_logprobs"]) == (2, None)
 
+    expect_counted(service, reference)
+    assert (
+        service.http.post("/register", json=trainer(ref_logprobs_from_workers=True)).status_code
+        == 422
+    )
+
+
+def expect_another_model_refused(service: Service) -> None:
+    wrong = {"worker": "one", "model": "m", "max_tokens": 1, "seconds": 60}
+    refusal = service.http.post("/reference/lease", json=wrong)
+    assert refusal.status_code == 409
+    assert "'base'" in refusal.json()["detail"]
+
+
+def expect_counted(service: Service, reference: dict[str, Any]) -> None:
+    """Expect what became of the two groups, by worker and in all."""
     told = service.get("/reference")
     workers = {worker["worker"]: worker["answered"] for worker in told.pop("workers")}
     assert workers == {"one": 0, "two": 1, "three": 1}
     counts = {"waiting": 0, "leased": 0, "answered": 1, "unusable": 1, "expired": 0}
     assert told == {"wanted": True, "model": "base", "reference": reference, **counts}
     assert "rollout_references_answered_total 1.0" in service.http.get("/metrics").text
-    assert (
-        service.http.post("/register", json=trainer(ref_logprobs_from_workers=True)).status_code
-        == 422
-    )
 
 
 def test_nothing_is_lost_when_workers_and_service_are_killed(tmp_path: Path) -> None:

@@ -77,29 +77,7 @@ def check_with_vllm(
             rng.randrange(model.geometry.vocab_size)
             for _ in range(lengths[number // 8 % len(lengths)])
         ]
-        body: dict[str, object] = {
-            "prompt": {"prompt_token_ids": prompt},
-            "n": 8,
-            "max_tokens": length,
-            "ignore_eos": True,
-            "temperature": 1.0,
-            "seed": seed + number,
-        }
-        sampled_rows = (
-            httpx.post(f"{url}/generate", json=body, timeout=300).raise_for_status().json()
-        )
-        rows = [
-            torch.tensor(prompt + tokens, device=device) for tokens in sampled_rows["token_ids"]
-        ]
-        sampled = [
-            torch.tensor(
-                [entry[str(token)] for entry, token in zip(entries, tokens, strict=True)],
-                device=device,
-            )
-            for entries, tokens in zip(
-                sampled_rows["logprobs"], sampled_rows["token_ids"], strict=True
-            )
-        ]
+        rows, sampled = sampled_rows(url, prompt, length, seed + number, device)
         alone = [logprobs_after(model, [row], len(prompt))[0] for row in rows]
         packed = logprobs_after(model, rows, len(prompt))
         theirs, ours, together = torch.cat(sampled), torch.cat(alone), torch.cat(packed)
@@ -108,16 +86,43 @@ def check_with_vllm(
         compared, wrong = compared + len(theirs), wrong + len(different) + within
         line = f"prompt of {len(prompt)}: {len(different)} of {len(theirs)} differ from vLLM, {within} alone from packed"
         if len(different):
-            first, counts = int(different[0]), [0] * 8
-            for index in different.tolist():
-                counts[min(7, index % length * 8 // length)] += 1
-            line += f"; by up to {float((theirs - ours).abs().max()):.3g}; first: sample {first // length}, token "
-            line += (
-                f"{first % length}, vLLM {float(theirs[first])!r}, trainer {float(ours[first])!r}"
-            )
-            line += f"; by eighth of the answer {counts}"
+            line += differences(theirs, ours, different, length)
         print(("✗ " if len(different) or within else "✓ ") + line, flush=True)
     return 0 if wrong else compared
+
+
+def sampled_rows(
+    url: str, prompt: list[int], length: int, seed: int, device: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return eight samples, each with its prompt, and the server's logprobs of them."""
+    body: dict[str, object] = {
+        "prompt": {"prompt_token_ids": prompt},
+        "n": 8,
+        "max_tokens": length,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": seed,
+    }
+    answer = httpx.post(f"{url}/generate", json=body, timeout=300).raise_for_status().json()
+    rows = [torch.tensor(prompt + tokens, device=device) for tokens in answer["token_ids"]]
+    sampled = [
+        torch.tensor(
+            [entry[str(token)] for entry, token in zip(entries, tokens, strict=True)],
+            device=device,
+        )
+        for entries, tokens in zip(answer["logprobs"], answer["token_ids"], strict=True)
+    ]
+    return rows, sampled
+
+
+def differences(theirs: Tensor, ours: Tensor, different: Tensor, length: int) -> str:
+    """Return the places where answers of this length differ, and by how much."""
+    first, counts = int(different[0]), [0] * 8
+    for index in different.tolist():
+        counts[min(7, index % length * 8 // length)] += 1
+    line = f"; by up to {float((theirs - ours).abs().max()):.3g}; first: sample {first // length}, token "
+    line += f"{first % length}, vLLM {float(theirs[first])!r}, trainer {float(ours[first])!r}"
+    return line + f"; by eighth of the answer {counts}"
 
 
 def logprobs_after(model: Decoder, rows: list[Tensor], prompt: int) -> list[Tensor]:

@@ -114,8 +114,30 @@ def test_a_group_is_read_side_by_side_and_a_token_of_it_sent_to_somebody(
         f"{SAID[:2]}version 4{SAID[2:]}",
     ]
 
-    tokens = page.locator("[data-response='1'] .sampled [data-token]")
     begin = len(ASKED)
+    expect_shades(page, begin)
+
+    tokens = page.locator("[data-response='1'] .sampled [data-token]")
+    tokens.nth(1).click()
+    facts = page.locator("#facts").inner_text()
+    for part in (
+        "sampler's logprob -0.5",
+        "trainer's logprob at version 4 -0.25",
+        "trainer − sampler 0.25",
+        "version 3",
+    ):
+        assert part in facts, (part, facts)
+    page.get_by_role("group", name="Tokens of rollout 1").focus()
+    page.keyboard.press("ArrowRight")
+    assert f"at {begin + 2} of rollout 1" in page.locator("#facts").inner_text()
+    other = visit(told.origin)
+    other.open(page.url.removeprefix(told.origin))
+    other.page.locator(f"#r1t{begin + 1}[data-active]").wait_for()
+
+
+def expect_shades(page: Any, begin: int) -> None:
+    """Expect the tokens of the second response, which begin there, in each of the shades."""
+    tokens = page.locator("[data-response='1'] .sampled [data-token]")
     for shade, expected in (
         ("logprob", {"low"}),
         ("entropy", {"low"}),
@@ -137,22 +159,6 @@ def test_a_group_is_read_side_by_side_and_a_token_of_it_sent_to_somebody(
     assert page.locator("[data-response='0'] .sampled [data-shade]").count() == 0, (
         "of this one the trainer told nothing"
     )
-
-    tokens.nth(1).click()
-    facts = page.locator("#facts").inner_text()
-    for part in (
-        "sampler's logprob -0.5",
-        "trainer's logprob at version 4 -0.25",
-        "trainer − sampler 0.25",
-        "version 3",
-    ):
-        assert part in facts, (part, facts)
-    page.get_by_role("group", name="Tokens of rollout 1").focus()
-    page.keyboard.press("ArrowRight")
-    assert f"at {begin + 2} of rollout 1" in page.locator("#facts").inner_text()
-    other = visit(told.origin)
-    other.open(page.url.removeprefix(told.origin))
-    other.page.locator(f"#r1t{begin + 1}[data-active]").wait_for()
 
 
 def test_lists_are_in_the_order_that_is_asked_for(
