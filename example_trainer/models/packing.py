@@ -140,20 +140,14 @@ class Packing:
         return sum(length * before + length * (length + 1) // 2 for before, length in pairs)
 
     @cached_property
-    def _tiles(self) -> TileTable:
-        return self._table(TILE)
+    def _tables(self) -> dict[int, TileTable]:
+        return {}
 
-    @cached_property
-    def _halves(self) -> TileTable:
-        return self._table(TILE // 2)
-
-    def tiles(self) -> TileTable:
-        """Tiles of TILE tokens; the last one of a span may be shorter."""
-        return self._tiles
-
-    def halves(self) -> TileTable:
-        """Tiles of TILE / 2 tokens."""
-        return self._halves
+    def tiles(self, size: int = TILE) -> TileTable:
+        """Tiles of `size` tokens; the last one of a span may be shorter."""
+        if size not in self._tables:
+            self._tables[size] = self._table(size)
+        return self._tables[size]
 
     def spans(self) -> list[tuple[int, int]]:
         """First token of each span, and one past its last."""

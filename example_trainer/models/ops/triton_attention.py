@@ -13,6 +13,8 @@ same reason numbers that depend on the packing are kept from choosing another co
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
@@ -134,6 +136,42 @@ def _key_value_gradient(
     tl.store(dv + at, value_total.to(dv.dtype.element_ty), mask=mask)
 
 
+@dataclass(frozen=True)
+class AttentionBlocks:
+    """The blocks of one kernel. Its sums run over steps of 16 queries or keys from the beginning of
+    the sequence with any sizes, so bits stay (bench/gpu/gradient_kernels.py compares them).
+
+    Attributes:
+        queries, keys: of a block.
+        warps, stages: of a program, and its blocks that are on their way.
+    """
+
+    queries: int = TILE
+    keys: int = TILE
+    warps: int = 4
+    stages: int = 1
+
+    def __str__(self) -> str:
+        sizes = f"{self.queries} queries x {self.keys} keys"
+        return f"{sizes}, {self.warps} warps, {self.stages} stages"
+
+    def options(self) -> dict[str, int]:
+        """Return them as the kernels' arguments."""
+        sizes = {"QUERIES": self.queries, "KEYS": self.keys}
+        return sizes | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def attention_blocks(dtype: torch.dtype, padded: int) -> tuple[AttentionBlocks, AttentionBlocks]:
+    """Choose the blocks of dq, and the blocks of dk and dv, for a width.
+
+    Measured on an H200 at widths of 64 and 128, with 64 queries and keys: more warps, or more
+    stages in flight, take twice as long. In float32 a block of 64 would not fit into shared memory.
+    """
+    size = TILE // 2 if dtype == torch.float32 else TILE
+    square = AttentionBlocks(size, size, warps=8 if padded > 128 else 4)
+    return replace(square, stages=2), square
+
+
 def attention_backward(
     upstream: Tensor,
     q: Tensor,
@@ -143,6 +181,7 @@ def attention_backward(
     lse: Tensor,
     packing: Packing,
     scale: float,
+    blocks: tuple[AttentionBlocks, AttentionBlocks] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of causal attention over packed sequences.
 
@@ -153,6 +192,7 @@ def attention_backward(
         lse: [heads, tokens] float32, natural logarithm of each query's softmax denominator.
         packing: the sequences.
         scale: factor of the scores.
+        blocks: of dq, and of dk and dv; not given: `attention_blocks`.
 
     Returns:
         dq, dk, dv, contiguous, in the inputs' dtypes.
@@ -163,31 +203,18 @@ def attention_backward(
     kv_heads = k.shape[1]
     padded = max(16, triton.next_power_of_2(width))
     delta = _dots(out, upstream, padded)
-    dq = torch.empty((tokens, heads, width), dtype=q.dtype, device=q.device)
-    dk = torch.empty((tokens, kv_heads, width), dtype=k.dtype, device=q.device)
-    dv = torch.empty_like(dk)
-    # In float32 a block of 64 would not fit into shared memory; a block's size is part of the
-    # order, and fixed by the dtype.
-    wide = q.dtype == torch.float32
-    size = TILE // 2 if wide else TILE
-    starts, lengths, begins, ends = packing.halves() if wide else packing.tiles()
+    dq, dk, dv = (torch.empty(part.shape, dtype=q.dtype, device=q.device) for part in (q, k, v))
+    by_queries, by_keys = blocks or attention_blocks(q.dtype, padded)
     strides = (q.stride(0), k.stride(0), v.stride(0))
-    common = (scale, tokens, heads, kv_heads, heads // kv_heads, *strides)
-    # Measured on an H200 at widths of 64 and 128: more warps, or more stages in flight, take twice
-    # as long.
-    blocks = {
-        "WIDTH": width,
-        "PADDED": padded,
-        "QUERIES": size,
-        "KEYS": size,
-        "num_warps": 8 if padded > 128 else 4,
-    }
+    common = (scale, tokens, heads, kv_heads, heads // kv_heads, *strides, width, padded)
     inputs = (q, k, v, upstream, lse, delta)
+    starts, lengths, begins, _ = packing.tiles(by_queries.queries)
     _query_gradient[(len(starts), heads)](
-        *inputs, dq, starts, lengths, begins, *common, **blocks, num_stages=2
+        *inputs, dq, starts, lengths, begins, *common, **by_queries.options()
     )
+    starts, lengths, _, ends = packing.tiles(by_keys.keys)
     _key_value_gradient[(len(starts), kv_heads)](
-        *inputs, dk, dv, starts, lengths, ends, *common, **blocks, num_stages=1
+        *inputs, dk, dv, starts, lengths, ends, *common, **by_keys.options()
     )
     return dq, dk, dv
 

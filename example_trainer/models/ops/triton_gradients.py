@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from example_trainer.models.ops import triton_attention
+from example_trainer.models.ops import flash_attention_4, triton_attention
 from example_trainer.models.packing import TILE, Packing
 
 _Parameters = ParamSpec("_Parameters")
@@ -37,7 +38,79 @@ def on_its_device(function: Callable[_Parameters, _Result]) -> Callable[_Paramet
     return launched
 
 
-attention_backward = on_its_device(triton_attention.attention_backward)
+FLASH_ATTENTION_4 = False
+"""Switch of attention's backward pass to FlashAttention 4, where that can run. Off until a GPU has
+shown that a sequence has the same bits alone and in a bin (tests/gpu/attention_checks.py), and that
+it is faster (bench/gpu/exact_lengths.py)."""
+
+
+@on_its_device
+def attention_backward(
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packing: Packing,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See triton_attention.attention_backward."""
+    tensors = upstream, q, k, v, out, lse
+    if FLASH_ATTENTION_4 and not flash_attention_4.refusal(q):
+        return flash_attention_4.attention_backward(*tensors, packing, scale)
+    return triton_attention.attention_backward(*tensors, packing, scale)
+
+
+@dataclass(frozen=True)
+class WeightBlocks:
+    """The programs of a weight's gradient. Each element is the sum over the same steps of 16 tokens
+    with any blocks, so its bits stay (bench/gpu/gradient_kernels.py compares them).
+
+    Attributes:
+        outputs, inputs: of the matrix, for each program.
+        warps, stages: of a program, and its tiles of tokens that are on their way.
+        group: blocks of outputs whose programs run side by side.
+    """
+
+    outputs: int = 128
+    inputs: int = 128
+    warps: int = 8
+    stages: int = 3
+    group: int = 8
+
+    def __str__(self) -> str:
+        sizes = f"{self.outputs} x {self.inputs}, {self.warps} warps, {self.stages} stages"
+        return f"{sizes}, groups of {self.group}"
+
+    def count(self, outputs: int, inputs: int) -> int:
+        """Programs of a matrix."""
+        return triton.cdiv(outputs, self.outputs) * triton.cdiv(inputs, self.inputs)
+
+    def divide(self, outputs: int, inputs: int) -> bool:
+        """Report if the blocks cover a matrix without rest."""
+        return outputs % self.outputs == 0 and inputs % self.inputs == 0
+
+
+FLOAT32_BLOCKS = WeightBlocks(64, 64, warps=4, stages=2)
+HALF_BLOCKS = WeightBlocks()
+HOPPER_BLOCKS = WeightBlocks(stages=4)
+WIDE_BLOCKS = WeightBlocks(inputs=256, stages=4)
+"""For Hopper and the GPUs after it in data centres, which have 192 KiB of shared memory for them."""
+_FEWEST_WIDE = 96
+"""Programs that keep three quarters of such a GPU's 132 processors busy."""
+
+
+def weight_blocks(dtype: torch.dtype, major: int, outputs: int, inputs: int) -> WeightBlocks:
+    """Choose for a matrix, by the first number of the GPU's compute capability."""
+    if dtype == torch.float32:
+        return FLOAT32_BLOCKS
+    if major not in (9, 10):
+        return HALF_BLOCKS
+    wide = WIDE_BLOCKS
+    if wide.divide(outputs, inputs) and wide.count(outputs, inputs) >= _FEWEST_WIDE:
+        return wide
+    return HOPPER_BLOCKS
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -49,6 +122,9 @@ def _weight_gradient(
 
     EVEN: blocks divide the matrix, and columns need no mask: half of the time goes into masks
     otherwise.
+
+    Where a tile lies is read one tile ahead. The compiler would else give that read a stage of its
+    own, and wait in each turn for everything that is on its way.
     """
     program = tl.program_id(0)
     # Neighbouring programs share columns of dy, so that these are read from the cache.
@@ -68,10 +144,11 @@ def _weight_gradient(
         live = (output < outputs)[:, None] & (inp < inputs)[None, :]
         total = tl.load(out + at, mask=live, other=0.0)
     rows = tl.arange(0, ROWS)
+    start = tl.load(tile_starts).to(tl.int64)
+    length = tl.load(tile_lengths)
     for tile in range(0, tiles):
-        start = tl.load(tile_starts + tile).to(tl.int64)
-        row_live = rows < tl.load(tile_lengths + tile)
         row = start + rows
+        row_live = rows < length
         if EVEN:
             gradient_live = row_live[:, None]
             value_live = gradient_live
@@ -82,6 +159,9 @@ def _weight_gradient(
             dy + row[:, None] * stride_dy + output[None, :], mask=gradient_live, other=0.0
         )
         value = tl.load(x + row[:, None] * stride_x + inp[None, :], mask=value_live, other=0.0)
+        following = tl.minimum(tile + 1, tiles - 1)
+        start = tl.load(tile_starts + following).to(tl.int64)
+        length = tl.load(tile_lengths + following)
         total = tl.dot(tl.trans(gradient), value, total, input_precision="ieee")
     if EVEN:
         tl.store(out + at, total)
@@ -293,21 +373,23 @@ def _entropy(logits, lse, out, width, SIZE: tl.constexpr):
 
 
 @on_its_device
-def add_weight_gradient(dy: Tensor, x: Tensor, total: Tensor, packing: Packing) -> None:
+def add_weight_gradient(
+    dy: Tensor, x: Tensor, total: Tensor, packing: Packing, blocks: WeightBlocks | None = None
+) -> None:
     """total [outputs, inputs] float32 += dyᵀ x of dy [tokens, outputs] and x [tokens, inputs], in
-    place.
+    place; not given `blocks`: `weight_blocks`.
     """
     dy, x = _columns_contiguous(dy), _columns_contiguous(x)
     outputs, inputs = total.shape
-    wide = dy.dtype == torch.float32
-    rows = TILE // 2 if wide else TILE
-    size = 64 if wide else 128
-    starts, lengths, _, _ = packing.halves() if wide else packing.tiles()
-    grid = (triton.cdiv(outputs, size) * triton.cdiv(inputs, size),)
-    _weight_gradient[grid](
+    if blocks is None:
+        major = torch.cuda.get_device_capability(dy.device)[0] if dy.is_cuda else 0
+        blocks = weight_blocks(dy.dtype, major, outputs, inputs)
+    rows = TILE // 2 if dy.dtype == torch.float32 else TILE
+    starts, lengths, _, _ = packing.tiles(rows)
+    _weight_gradient[(blocks.count(outputs, inputs),)](
         dy, x, total, starts, lengths, len(starts), outputs, inputs, dy.stride(0), x.stride(0),
-        ROWS=rows, OUTPUTS=size, INPUTS=size, GROUP=8, EVEN=outputs % size == 0 and inputs % size == 0,
-        num_warps=4 if wide else 8, num_stages=2 if wide else 3,
+        ROWS=rows, OUTPUTS=blocks.outputs, INPUTS=blocks.inputs, GROUP=blocks.group,
+        EVEN=blocks.divide(outputs, inputs), num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 
 
