@@ -19,12 +19,15 @@ from bench.gpu.processes import answer_once
 from bench.gpu.speed_worker import DETERMINISTIC, Case, Timer, ours, rates
 from bench.gpu.synthetic import dtype_on, geometry_of, gradient_of, joined_group, random_bin
 from example_trainer.config import TrainerConfig
-from example_trainer.models.ops import invariant
+from example_trainer.models.ops import flash_attention_4, invariant
 from example_trainer.models.packing import Packing
 from vllm_patching.protocol.checksum import weights_checksum
 
-Way = Literal["ordinary", "exact", "exact, FlashAttention's backward"]
+Way = Literal[
+    "ordinary", "exact", "exact, FlashAttention's backward", "exact, FlashAttention 4's backward"
+]
 FLASH_BACKWARD: Way = "exact, FlashAttention's backward"
+FLASH_4_BACKWARD: Way = "exact, FlashAttention 4's backward"
 MOST_KERNELS = 25
 
 
@@ -34,7 +37,8 @@ class ProfiledCase:
 
     Attributes:
         way: the trainer's fast operations; its exact ones; or the exact ones with PyTorch's
-            FlashAttention in its deterministic form for the backward pass of attention.
+            FlashAttention 2, or vLLM's FlashAttention 4, in its deterministic form for the backward
+            pass of attention.
         shape: a key of SHAPES.
         length, tokens: of a sequence, and of the packed bin.
         warm_up, repeats: passes before the timed ones, and the timed ones.
@@ -77,15 +81,22 @@ def flash_backward(
     return dq, dk, dv
 
 
+BACKWARDS = {
+    FLASH_BACKWARD: flash_backward,
+    FLASH_4_BACKWARD: flash_attention_4.attention_backward,
+}
+"""Way -> the function that replaces our own backward pass of attention."""
+
+
 @contextmanager
 def attention_of(way: Way, device: torch.device) -> Iterator[None]:
     """Have the exact operations take this way's backward pass of attention, for the block."""
-    if way != FLASH_BACKWARD:
+    if way not in BACKWARDS:
         yield
         return
     passes: Any = invariant.gradients_for(torch.empty(0, device=device))
     own = passes.attention_backward
-    passes.attention_backward = flash_backward
+    passes.attention_backward = BACKWARDS[way]
     try:
         yield
     finally:
@@ -160,11 +171,21 @@ def repeats(gradient: Callable[[], object], model: Any) -> bool:
     return checksums[0] == checksums[1]
 
 
+def refusal(case: ProfiledCase) -> str:
+    """Why a case cannot be measured here; empty if it can."""
+    if case.way == FLASH_BACKWARD and case.device != "cuda":
+        return "PyTorch has FlashAttention on GPUs alone"
+    if case.way == FLASH_4_BACKWARD:
+        heads = torch.empty(0, 1, geometry_of(case.shape).head_dim, device=case.device)
+        return flash_attention_4.refusal(heads.bfloat16())
+    return ""
+
+
 def main(asked: dict[str, Any]) -> dict[str, Any]:
     """The figures of a case; `skipped` or `out_of_memory` with the reason if there are none."""
     case = ProfiledCase(**asked)
-    if case.way == FLASH_BACKWARD and case.device != "cuda":
-        return {"case": asked, "skipped": "PyTorch has FlashAttention on GPUs alone"}
+    if reason := refusal(case):
+        return {"case": asked, "skipped": reason}
     torch.manual_seed(0)
     with joined_group(1, torch.device(case.device)) as device:
         try:

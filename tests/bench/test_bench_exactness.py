@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.gpu import exact_lengths, rollout_worker
-from bench.gpu.profile_worker import FLASH_BACKWARD, ProfiledCase, attention_of, flash_backward
+from bench.gpu.profile_worker import BACKWARDS, ProfiledCase, attention_of, flash_backward
 from example_trainer.models.ops import torch_gradients
 from example_trainer.models.packing import Packing
 
@@ -27,11 +27,12 @@ def test_exact_passes_repeat_and_have_their_kernels_in_a_table(
     words = ["--output", str(tmp_path), "--tiny", "--device", "cpu", "--only", *names]
     assert exact_lengths.main(words) == 0
     written = json.loads((tmp_path / "exact_lengths.json").read_text())
-    ordinary, exact, flash = (written["cases"][name] for name in names)
+    ordinary, exact, flash, flash_4 = (written["cases"][name] for name in names)
     assert (ordinary["arithmetic"], exact["arithmetic"]) == ("reference", "invariant")
     assert exact["repeats"] is True
     assert "repeats" not in ordinary
     assert flash["skipped"] == "PyTorch has FlashAttention on GPUs alone"
+    assert flash_4["skipped"] == "FlashAttention 4 has kernels for GPUs alone"
     for case in (ordinary, exact):
         longest = [seconds for *_, seconds in case["kernels"]]
         assert longest == sorted(longest, reverse=True)
@@ -44,7 +45,7 @@ def test_exact_passes_repeat_and_have_their_kernels_in_a_table(
 
 def test_every_length_has_every_way() -> None:
     cases = exact_lengths.CASES
-    assert len(cases) == len(exact_lengths.LENGTHS) * len(exact_lengths.WAYS) == 9
+    assert len(cases) == len(exact_lengths.LENGTHS) * len(exact_lengths.WAYS) == 12
     assert {case.length for case in cases.values()} == {512, 4096, 32768}
     assert all(case.tokens % case.length == 0 for case in cases.values())
 
@@ -80,12 +81,11 @@ def test_flash_attentions_backward_gets_the_arguments_of_pytorchs_operation(
     assert required <= passed.keys()
 
 
-def test_only_the_third_way_replaces_the_backward_pass_of_attention() -> None:
+def test_only_the_libraries_ways_replace_the_backward_pass_of_attention() -> None:
     own = torch_gradients.attention_backward
     for way in exact_lengths.WAYS:
         with attention_of(way, torch.device("cpu")):
-            replaced = torch_gradients.attention_backward is flash_backward
-            assert replaced == (way == FLASH_BACKWARD)
+            assert torch_gradients.attention_backward is BACKWARDS.get(way, own)
         assert torch_gradients.attention_backward is own
 
 

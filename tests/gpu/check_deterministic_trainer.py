@@ -1,5 +1,5 @@
 """The trainer's deterministic backward passes on a real GPU, at the sizes of Qwen3-0.6B, and a
-mixture's router and experts at the sizes of Qwen3-30B-A3B. Under two minutes, needs no pytest:
+mixture's router and experts at the sizes of Qwen3-30B-A3B. Needs no pytest:
 
     python tests/gpu/check_deterministic_trainer.py [--json FILE]
 
@@ -35,6 +35,7 @@ from tests.example_trainer.deterministic.cases import (
 )
 from tests.example_trainer.deterministic.determinism_check import packed_bits, run_bits
 from tests.example_trainer.deterministic.training import decoder_for, summed_gradients
+from tests.gpu.attention_checks import attention_checks
 from tests.gpu.mixture_checks import Layer, mixture_checks
 from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant.settings import enable_settings
@@ -323,7 +324,7 @@ def checks() -> dict[str, Callable[[], Result]]:
     found["packing: hidden states"] = lambda: packing("forward")
     found["packing: weight gradients"] = lambda: packing("gradients")
     found["float64: whole model"] = against_the_plain_decoder
-    return found | mixture_checks(Layer())
+    return found | mixture_checks(Layer()) | attention_checks()
 
 
 def settings_and_times() -> dict[str, Any]:
