@@ -425,7 +425,7 @@ def require_ranks(info: Mapping[str, Any], ranks: int, reason: str, remedy: str)
     if info["tp_degree"] != ranks:
         raise BridgeError(
             f"single copy needs one trainer rank for each of vLLM's {info['tp_degree']} ranks, and {reason}: {remedy}, or "
-            "train with --use-shared-memory (broadcast)"
+            "train with --use-shared-memory (broadcast), which takes any number of ranks"
         )
 
 

@@ -205,6 +205,24 @@ def test_without_a_flag_the_servers_gpus_decide(
     )
 
 
+@pytest.mark.parametrize(("ranks", "of_server"), [(1, 2), (1, 4), (2, 4), (4, 2)])
+def test_a_single_copy_of_other_ranks_than_vllms_is_refused_with_what_would_do(
+    machine: Machine, ranks: int, of_server: int
+) -> None:
+    """Also of ranks that could share the parts of vLLM's sums."""
+    machine.gpus = ("a", "b", "c", "d")
+    machine.info = server_info(of_server, machine.gpus[:of_server])
+    exact = SHARED | {"deterministic": True, "ranks": ranks}
+    with pytest.raises(BridgeError) as refused:
+        machine.plan(**exact, single_copy=True)
+    assert str(refused.value) == (
+        f"single copy needs one trainer rank for each of vLLM's {of_server} ranks, and --ranks is "
+        f"{ranks}: leave --ranks out, or train with --use-shared-memory (broadcast), which takes "
+        "any number of ranks"
+    )
+    assert machine.plan(**exact, use_shared_memory=True).count == ranks
+
+
 def test_without_a_flag_another_number_of_ranks_than_vllms_broadcasts(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
