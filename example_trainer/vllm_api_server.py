@@ -197,6 +197,11 @@ def avoid_multicast(args: argparse.Namespace) -> None:
 
 
 def _cpu_defaults(args: argparse.Namespace) -> None:
+    if args.enable_return_routed_experts:
+        fail(
+            "--enable-return-routed-experts needs a GPU: vLLM's CPU build does not keep the experts "
+            "of a token; leave the flag out, and train without --router-replay"
+        )
     if args.kv_cache_memory_bytes is None:  # which vLLM would give way to the variable
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

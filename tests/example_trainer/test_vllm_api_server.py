@@ -79,6 +79,7 @@ EXPECTED = {
     "replicas elsewhere": "--data-parallel-size-local 1 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: all replicas",
     "replicas of other front ends": "--data-parallel-rank 1 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: all replicas",
     "front ends": "--api-server-count 2: one process must own the bridge's state and count",
+    "experts of tokens": "--enable-return-routed-experts needs a GPU",
 }
 
 
@@ -103,6 +104,7 @@ def command_lines(good: list[str]) -> dict[str, list[str]]:
         "replicas of other front ends": [*replicas, "--data-parallel-rank", "1"],
         "deadline": [*good, "--bridge-timeout", "0"],
         "front ends": [apart, *good, "--api-server-count", "2"],
+        "experts of tokens": [*good, "--enable-return-routed-experts"],
     }
 
 
