@@ -40,7 +40,8 @@
 #       4-whole-run (four: 8B, vLLM over two and the trainer over two, ours and deterministic) ·
 #       4-exact (four: a server with four ranks against trainers of one, and FSDP2 over two and four) ·
 #       33-sampling-tp2 (two: vLLM without the mode, in its own and in ours, over two GPUs) ·
-#       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels).
+#       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels) ·
+#       33-gradients (one: the blocks that its gradient kernels may be cut into, beside cuBLAS and FlashAttention 4; four minutes).
 #       33-moe-* (mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB): 33-moe-checks (one: router,
 #       experts and their gradients by themselves, and their speed; needs no server) · 33-moe-parity (one: 12 of its 48 layers,
 #       a million tokens) · 33-moe-exact-2 (two: the same of 24 layers, with two tensor-parallel ranks) · 33-moe-sampling (one: all layers; vLLM without the mode, in its own and in ours) ·
@@ -264,6 +265,11 @@ case $kind in
       --name "deterministic_cost_tp2$version" ${tiny[@]+"${tiny[@]}"}
     ;;
   33-lengths) run 560 exact_lengths bench/gpu/exact_lengths.py --name "exact_lengths$version" ${tiny[@]+"${tiny[@]}"} ;;
+  33-gradients)
+    size=(--device cuda)
+    [[ -z ${DRY:-} ]] || size=(--device cpu --tiny)
+    run 240 gradient_kernels bench/gpu/gradient_kernels.py --name "gradient_kernels$version" "${size[@]}"
+    ;;
   33-updates)
     run 300 updates bench/weight_sync.py --parts single_copy --concurrency 64 512 --name "updates$version" ${tiny[@]+"${tiny[@]}"}
     ;;

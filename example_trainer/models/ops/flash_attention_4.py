@@ -72,8 +72,12 @@ def attention_backward(
     lse: Tensor,
     packing: Packing,
     scale: float,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See triton_attention.attention_backward.
+
+    Args:
+        deterministic: False, to measure what the order costs: programs add when they come.
 
     Raises:
         ModelError: these tensors cannot have it (`refusal`).
@@ -87,6 +91,6 @@ def attention_backward(
         q, k, v, out.contiguous(), upstream.contiguous(), lse.contiguous(), scale, causal=True,
         cu_seqlens_q=packing.cu_seqlens, cu_seqlens_k=packing.cu_seqlens,
         max_seqlen_q=packing.max_length, max_seqlen_k=packing.max_length,
-        deterministic=True, dq=dq, dk=dk, dv=dv,
+        deterministic=deterministic, dq=dq, dk=dk, dv=dv,
     )  # fmt: skip
     return dq, dk, dv

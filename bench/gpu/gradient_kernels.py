@@ -1,0 +1,338 @@
+"""Time the blocks that the gradient kernels of the exact pass may be cut into, beside the libraries.
+
+    python bench/gpu/gradient_kernels.py --output DIR                        one Hopper GPU, at most four minutes
+    python bench/gpu/gradient_kernels.py --output DIR --tiny --device cpu    that the script runs, under Triton's interpreter
+
+Weight gradients of each matrix of Qwen3-1.7B and 8B beside cuBLAS, with sequences of 512 tokens and of
+ragged lengths; attention's backward pass at 512, 4k and 32k tokens beside FlashAttention 4. For each
+candidate: milliseconds, TFLOP/s, the relative error against the first row, whether a second run gave
+the same bits (if not, the case has failed), and whether the bits equal our first candidate's.
+An attention candidate changes the blocks of one kernel, and its time is that of the whole pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)
+
+import argparse
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu.processes import BenchError
+from bench.gpu.runs import Sitting, common_options, run_and_report
+from bench.gpu.speed_worker import Timer
+from bench.gpu.summary import table
+from bench.gpu.synthetic import geometry_of
+from bench.measured import Options, command_line
+from example_trainer.models.ops import flash_attention_4, torch_gradients
+from example_trainer.models.packing import Packing
+from example_trainer.models.shards import add_product
+from vllm_patching.batch_invariant import ops
+from vllm_patching.batch_invariant.settings import enable_settings
+
+SHAPES = ("qwen3-1.7b", "qwen3-8b")
+TOKENS, HEAD_TOKENS = 16384, 4096
+"""Tokens of a bin, and of a chunk of logits."""
+LENGTHS = {"512": (512, 16384), "4k": (4096, 16384), "32k": (32768, 32768)}
+WARM_UP, REPEATS = 2, 5
+LARGEST_ERROR = 1e-2
+COLUMNS = ("ms", "tflops", "error", "repeats", "same_bits")
+TINY_DIVISOR = 256
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute the same gradients.
+
+    Attributes:
+        name: in the table.
+        run: computes them.
+        ours: its bits are compared with our first one's.
+        fixed: its sums have an order, so a second run gives the same bits.
+    """
+
+    name: str
+    run: Callable[[], tuple[Tensor, ...]]
+    ours: bool = True
+    fixed: bool = True
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Candidates for the same gradients.
+
+    Attributes:
+        flops: of the shortest way to them.
+        candidates: the first one's gradients are what the others' errors are against.
+    """
+
+    flops: float
+    candidates: list[Candidate]
+
+
+def weight_candidates() -> list[Any]:
+    """Return the blocks of a weight's gradient, the trainer's own first."""
+    from example_trainer.models.ops.triton_gradients import (
+        HALF_BLOCKS,
+        HOPPER_BLOCKS,
+        WIDE_BLOCKS,
+        WeightBlocks,
+    )
+
+    return [
+        HALF_BLOCKS,
+        HOPPER_BLOCKS,
+        WIDE_BLOCKS,
+        replace(WIDE_BLOCKS, stages=3),
+        replace(WIDE_BLOCKS, group=4),
+        replace(WIDE_BLOCKS, group=16),
+        WeightBlocks(256, 128, stages=4),
+        WeightBlocks(64, 256, warps=4, stages=3),
+        WeightBlocks(128, 128, warps=4, stages=3),
+    ]
+
+
+def attention_candidates() -> list[tuple[str, Any]]:
+    """Name and pair of blocks: the present ones, then others for dq, then for dk and dv."""
+    from example_trainer.models.ops.triton_attention import AttentionBlocks, attention_blocks
+
+    dq, dk = attention_blocks(torch.bfloat16, 128)
+    for_dq = [
+        AttentionBlocks(128, 64, warps=8, stages=3),
+        AttentionBlocks(128, 64, warps=8, stages=2),
+        replace(dq, stages=3),
+    ]
+    for_dk = [
+        AttentionBlocks(64, 128, warps=8, stages=1),
+        AttentionBlocks(32, 128, warps=8, stages=2),
+        AttentionBlocks(32, 64, warps=4, stages=2),
+    ]
+    return [
+        (f"present: {dq}; {dk}", (dq, dk)),
+        *((f"dq: {blocks}", (blocks, dk)) for blocks in for_dq),
+        *((f"dk, dv: {blocks}", (dq, blocks)) for blocks in for_dk),
+        *((f"dq: {one}; dk, dv: {two}", (one, two)) for one in for_dq[:1] for two in for_dk[:2]),
+    ]
+
+
+def ragged(tokens: int) -> list[int]:
+    """Lengths up to an eighth of the tokens, which they add up to."""
+    draw, lengths = random.Random(0), list[int]()
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(left, draw.randint(1, max(1, tokens // 8))))
+    return lengths
+
+
+class GradientKernels(Sitting):
+    """The comparisons of one run and their figures."""
+
+    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
+        super().__init__(args, work, stack)
+        self.ends = time.monotonic() + args.seconds
+        self.device = torch.device(args.device)
+        self.generator = torch.Generator(self.device).manual_seed(0)
+        # The interpreter of Triton has no product of bfloat16.
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float16
+        self.smaller = TINY_DIVISOR if args.tiny else 1
+        self.shapes = SHAPES[:1] if args.tiny else SHAPES
+
+    def run(self) -> None:
+        """Make every comparison that the time suffices for."""
+        self.describe()
+        for name, comparison in {**self.weights(), **self.attentions()}.items():
+            if time.monotonic() > self.ends:
+                self.results.put("cases", name, value={"skipped": "no time was left"})
+                continue
+            self.results.measure("cases", name, run=lambda made=comparison: self.compared(made()))
+            if self.on_gpu:
+                torch.cuda.empty_cache()
+
+    def normal(self, *sizes: int) -> Tensor:
+        """Draw one tensor."""
+        return torch.randn(sizes, generator=self.generator, device=self.device).to(self.dtype)
+
+    def weights(self) -> dict[str, Callable[[], Comparison]]:
+        """The comparisons of weight gradients, by name."""
+        found = {}
+        for shape in self.shapes:
+            for layout in ("512", "ragged") if shape == SHAPES[0] else ("512",):
+                for name, outputs, inputs, tokens in matrices(shape):
+                    tokens //= self.smaller
+                    small = outputs // self.smaller, inputs // self.smaller
+                    lengths = ragged(tokens)
+                    if layout == "512":
+                        lengths = [min(512, tokens)] * max(1, tokens // 512)
+                    found[f"{name}, {shape}, {layout}"] = partial(self.weight, *small, lengths)
+        return found
+
+    def weight(self, outputs: int, inputs: int, lengths: list[int]) -> Comparison:
+        """The gradient of one matrix."""
+        from example_trainer.models.ops.triton_gradients import add_weight_gradient
+
+        packing = Packing(lengths, self.device)
+        dy, x = self.normal(packing.tokens, outputs), self.normal(packing.tokens, inputs)
+        total = torch.zeros(outputs, inputs, device=self.device)
+
+        def library() -> tuple[Tensor]:
+            add_product(total.zero_(), dy, x)
+            return (total,)
+
+        def ours(blocks: Any) -> tuple[Tensor]:
+            add_weight_gradient(dy, x, total.zero_(), packing, blocks)
+            return (total,)
+
+        name = "cuBLAS" if self.on_gpu else "torch"
+        candidates = [Candidate(name, library, ours=False, fixed=False)]
+        candidates += [Candidate(str(one), partial(ours, one)) for one in weight_candidates()]
+        return Comparison(2.0 * packing.tokens * outputs * inputs, candidates)
+
+    def attentions(self) -> dict[str, Callable[[], Comparison]]:
+        """The comparisons of attention's backward pass, by name, the longest sequences first."""
+        found = {}
+        for shape in self.shapes:
+            for name in reversed(LENGTHS):
+                if (shape, name) == (SHAPES[1], "512"):
+                    continue
+                length, tokens = (max(8, size // self.smaller) for size in LENGTHS[name])
+                heads = geometry_of(shape)
+                made = partial(self.attention, heads, [length] * (tokens // length))
+                found[f"attention, {shape}, {name}"] = made
+        return found
+
+    def attention(self, geometry: Any, lengths: list[int]) -> Comparison:
+        """The backward pass of one bin."""
+        from example_trainer.models.ops.triton_attention import attention_backward
+
+        heads, kv_heads, width = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+        if self.args.tiny:
+            heads, kv_heads = 4, 2
+        packing, scale = Packing(lengths, self.device), width**-0.5
+        upstream, q = (self.normal(packing.tokens, heads, width) for _ in range(2))
+        k, v = (self.normal(packing.tokens, kv_heads, width) for _ in range(2))
+        longest = packing.max_length
+        out, lse = ops.attention_varlen(q, k, v, packing.cu_seqlens, longest, scale)
+        given = upstream, q, k, v, out, lse, packing, scale
+        candidates = []
+        if not self.on_gpu:
+            run = partial(torch_gradients.attention_backward, *given)
+            candidates.append(Candidate("torch", run, ours=False))
+        for name, blocks in attention_candidates():
+            candidates.append(Candidate(name, partial(attention_backward, *given, blocks)))
+        if not flash_attention_4.refusal(q):
+            for name, fixed in {"deterministic": True, "atomic": False}.items():
+                run = partial(flash_attention_4.attention_backward, *given, deterministic=fixed)
+                candidates.append(Candidate(f"FlashAttention 4, {name}", run, False, fixed))
+        # Five products for each pair of a query and a key that it sees.
+        return Comparison(10.0 * packing.attended_pairs * heads * width, candidates)
+
+    def compared(self, comparison: Comparison) -> dict[str, Any]:
+        """The figures of each candidate, by name.
+
+        Raises:
+            BenchError: a candidate's gradients are wrong, or change from run to run.
+        """
+        first: list[Tensor] = []
+        bits: list[Tensor] = []
+        rows: dict[str, Any] = {}
+        for one in comparison.candidates:
+            try:
+                found = [part.clone() for part in one.run()]
+            except compiler_error() as error:
+                rows[one.name] = {"refused": (str(error) or type(error).__name__)[:200]}
+                continue
+            first = first or found
+            bits = bits or (found if one.ours else [])
+            row = rows[one.name] = {
+                "error": max(map(distance, found, first)),
+                "repeats": all(map(torch.equal, found, one.run())),
+                "same_bits": all(map(torch.equal, found, bits)) if one.ours else None,
+            }
+            if not row["error"] <= LARGEST_ERROR or (one.fixed and not row["repeats"]):
+                raise BenchError(f"{one.name}: {row}")
+            row |= self.times(one, comparison.flops)
+        return {"candidates": rows}
+
+    def times(self, one: Candidate, flops: float) -> dict[str, float]:
+        """The shortest time of one candidate, after some to warm up."""
+        timer = Timer(self.device)
+        repeats = 1 if self.args.tiny else REPEATS
+        for _ in range(0 if self.args.tiny else WARM_UP):
+            one.run()
+        seconds = min(timer(one.run) for _ in range(repeats))
+        return {"ms": round(seconds * 1e3, 3), "tflops": round(flops / seconds / 1e12, 1)}
+
+
+def compiler_error() -> type[Exception]:
+    """Return the error that Triton raises for blocks that do not fit into the GPU."""
+    from triton.errors import TritonError
+
+    found: type[Exception] = TritonError
+    return found
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative error of one gradient."""
+    norm = expected.float().norm().item()
+    return float((found.float() - expected.float()).norm()) / (norm or 1.0)
+
+
+def matrices(shape: str) -> Iterator[tuple[str, int, int, int]]:
+    """Name, outputs, inputs and tokens of each matrix of a model."""
+    g = geometry_of(shape)
+    queries, keys = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
+    yield "qkv", queries + 2 * keys, g.hidden_size, TOKENS
+    yield "o", g.hidden_size, queries, TOKENS
+    yield "gate_up", 2 * g.intermediate_size, g.hidden_size, TOKENS
+    yield "down", g.hidden_size, g.intermediate_size, TOKENS
+    yield "head", g.vocab_size, g.hidden_size, HEAD_TOKENS
+
+
+def report(data: dict[str, Any]) -> str:
+    """A table of each comparison, the fastest candidates first, and what did not run."""
+    parts = []
+    for name, case in data.get("cases", {}).items():
+        if "candidates" not in case:
+            parts.append(f"{name}: {case}")
+            continue
+        rows = sorted(case["candidates"].items(), key=lambda row: row[1].get("ms", 1e9))
+        cells = [
+            [label, *(f"{row[key]:.1e}" if key == "error" else row[key] for key in COLUMNS)]
+            for label, row in rows
+            if "ms" in row
+        ]
+        parts += [table([name, *COLUMNS], cells)] if cells else []
+        parts += [f"{label}: refused: {row['refused']}" for label, row in rows if "refused" in row]
+    return "\n\n".join(parts)
+
+
+OPTIONS: Options = {
+    "--tiny": {"action": "store_true", "help": "tiny sizes, to try the script itself"},
+    "--seconds": {"type": float, "default": 205.0, "help": "then no comparison begins any more"},
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = common_options("gradient_kernels") | OPTIONS
+    args: argparse.Namespace = command_line(__doc__, options).parse_args(arguments)
+    if args.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    else:
+        enable_settings()
+    return run_and_report(args, GradientKernels, report)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
