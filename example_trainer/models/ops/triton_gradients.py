@@ -99,13 +99,16 @@ WIDE_BLOCKS = WeightBlocks(inputs=256, stages=4)
 """For Hopper and the GPUs after it in data centres, which have 192 KiB of shared memory for them."""
 _FEWEST_WIDE = 96
 """Programs that keep three quarters of such a GPU's 132 processors busy."""
+LARGE_BLOCKS = False
+"""Switch of weights' gradients to the blocks for Hopper. Off until a GPU has shown that bits stay
+and that they are faster (bench/gpu/gradient_kernels.py)."""
 
 
 def weight_blocks(dtype: torch.dtype, major: int, outputs: int, inputs: int) -> WeightBlocks:
     """Choose for a matrix, by the first number of the GPU's compute capability."""
     if dtype == torch.float32:
         return FLOAT32_BLOCKS
-    if major not in (9, 10):
+    if not LARGE_BLOCKS or major not in (9, 10):
         return HALF_BLOCKS
     wide = WIDE_BLOCKS
     if wide.divide(outputs, inputs) and wide.count(outputs, inputs) >= _FEWEST_WIDE:
@@ -386,6 +389,8 @@ def add_weight_gradient(
         blocks = weight_blocks(dy.dtype, major, outputs, inputs)
     rows = TILE // 2 if dy.dtype == torch.float32 else TILE
     starts, lengths, _, _ = packing.tiles(rows)
+    if not len(starts):
+        return
     _weight_gradient[(blocks.count(outputs, inputs),)](
         dy, x, total, starts, lengths, len(starts), outputs, inputs, dy.stride(0), x.stride(0),
         ROWS=rows, OUTPUTS=blocks.outputs, INPUTS=blocks.inputs, GROUP=blocks.group,

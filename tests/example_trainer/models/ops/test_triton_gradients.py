@@ -56,6 +56,8 @@ print("ALL AGREE")
 """
 CHOICE = """
 choose, half = triton_gradients.weight_blocks, torch.bfloat16
+assert choose(half, 9, 12288, 2048) == triton_gradients.HALF_BLOCKS, "switched off"
+triton_gradients.LARGE_BLOCKS = True
 assert choose(half, 9, 12288, 2048) == triton_gradients.WIDE_BLOCKS
 assert choose(half, 9, 1024, 1024) == triton_gradients.HOPPER_BLOCKS, "too few programs"
 assert choose(half, 9, 12288, 896) == triton_gradients.HOPPER_BLOCKS, "columns are left over"
