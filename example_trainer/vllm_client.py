@@ -119,6 +119,10 @@ class VLLMClient:
         except httpx.HTTPError as error:
             logger.debug("no answer to %s%s: %s", self.url, path, error)
             return None
+        except RuntimeError:
+            if not self._http.is_closed:
+                raise
+            return None  # another thread has closed this client: the server has left
         if response.status_code != 200:
             return None
         return _json_object(response)

@@ -87,6 +87,12 @@ def test_a_look_finds_an_object_or_nothing(script: ScriptedServer, answer: Answe
     assert client.look("/bridge/state") == {"weight_version": 3}
 
 
+def test_a_look_at_a_server_that_has_left_finds_nothing(script: ScriptedServer) -> None:
+    client = VLLMClient(script.url, 5.0)
+    client.close()
+    assert client.look("/bridge/info") is None
+
+
 def test_a_server_that_is_away_is_told_once_each_time(
     script: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
