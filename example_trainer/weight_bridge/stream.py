@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 from types import TracebackType
@@ -48,6 +48,7 @@ from vllm_patching.transport.addresses import (
     is_here,
     listening_address,
     rendezvous_address,
+    under_torchrun,
 )
 from vllm_patching.transport.lane import (
     GO,
@@ -121,11 +122,31 @@ class Rendezvous:
         address = listening_address(host, elsewhere)
         if address not in self._hosted:
             wanted = Meeting(host, port if self._port is None else self._port, self._secret)
-            self._hosted[address] = host_store(wanted, self._timeout, address)
+            movable = self._port is None and under_torchrun() and not elsewhere
+            self._hosted[address] = self._host(wanted, address, movable)
         store = self._hosted[address]
         assert store.kept is not None, "this process hosts it"
         self._stores[host, store.kept.port] = store
         return Meeting(host, store.kept.port, self._secret)
+
+    def _host(self, wanted: Meeting, address: str, movable: bool) -> KeyedStore:
+        """Open the store; if it is movable and its port is taken, on another one.
+
+        torchrun takes any free port, and nothing reserves the port after it. Servers on this
+        machine learn the port from the trainer.
+        """
+        try:
+            return host_store(wanted, self._timeout, address)
+        except RendezvousError:
+            if not movable:
+                raise
+        store = host_store(replace(wanted, port=0), self._timeout, address)
+        assert store.kept is not None, "this process hosts it"
+        logger.info(
+            "[Bridge] port %d is taken; the servers meet this trainer on port %d",
+            wanted.port, store.kept.port,
+        )  # fmt: skip
+        return store
 
 
 def _translate(step: Callable[[], _T]) -> _T:

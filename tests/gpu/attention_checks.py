@@ -130,12 +130,18 @@ def alone_as_packed(backward: Backward, heads: Heads, lengths: Sequence[int]) ->
     return True, f"{len(lengths)} lengths, {len(NEIGHBOURS)} bins each"
 
 
+def _no_queries(width: int) -> torch.Tensor:
+    """Queries of this width on the GPU; on the CPU where there is none, to list the checks."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.empty(0, 4, width, dtype=torch.bfloat16, device=device)
+
+
 def attention_checks() -> dict[str, Callable[[], tuple[bool, Any]]]:
     """Return the checks of FlashAttention 4 on this GPU, by name; without its kernel, the reason."""
     found: dict[str, Callable[[], tuple[bool, Any]]] = {}
     for width in WIDTHS:
         heads, name = Heads(width), f"FlashAttention 4's backward, width {width}"
-        if reason := flash_attention_4.refusal(torch.empty(0, 4, width).bfloat16().cuda()):
+        if reason := flash_attention_4.refusal(_no_queries(width)):
             found[name] = lambda reason=reason: (True, f"NOT MADE: {reason}")  # type: ignore[misc]
             continue
         for what, check, lengths in (

@@ -84,6 +84,11 @@ def is_here(host: str) -> bool:
         return False
 
 
+def under_torchrun() -> bool:
+    """Report if torchrun started this process, and set MASTER_ADDR and MASTER_PORT."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def rendezvous_address(servers: Sequence[str] = ()) -> tuple[str, int]:
     """Return where servers and trainer meet: MASTER_ADDR and MASTER_PORT.
 
@@ -99,7 +104,7 @@ def rendezvous_address(servers: Sequence[str] = ()) -> tuple[str, int]:
         RendezvousError: a variable holds no number, or the address is one that another machine
             cannot reach.
     """
-    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    torchrun = under_torchrun()
     host = os.environ.get("MASTER_ADDR", "")
     if torchrun and is_loopback(host):
         host = ""

@@ -68,3 +68,21 @@ def test_a_port_that_is_taken_names_the_variable(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MASTER_PORT", str(first.open([HERE]).port))
     with pytest.raises(BridgeError, match=r"Another trainer may still be running.*MASTER_PORT"):
         Rendezvous(Ranks(), 60.0, None).open([HERE])
+
+
+def test_under_torchrun_another_port_serves_where_the_next_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = Rendezvous(Ranks(), 60.0, 0)
+    here, outward = first.open([HERE]).port, first.open([ELSEWHERE]).port
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(here - 1))
+    second = Rendezvous(Ranks(), 60.0, None)
+    meeting = second.open([HERE])
+    assert meeting.port not in (0, here)
+    assert listens(meeting) == {"127.0.0.1"}
+    assert second.open([HERE]) == meeting, "the store stays"
+    monkeypatch.setenv("MASTER_PORT", str(outward - 1))
+    with pytest.raises(BridgeError, match=rf":{outward} .*MASTER_PORT"):
+        Rendezvous(Ranks(), 60.0, None).open([ELSEWHERE])
