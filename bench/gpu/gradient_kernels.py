@@ -94,14 +94,14 @@ def weight_candidates() -> list[Any]:
 
     return [
         HALF_BLOCKS,
+        replace(HALF_BLOCKS, ahead=True),
         HOPPER_BLOCKS,
         WIDE_BLOCKS,
         replace(WIDE_BLOCKS, stages=3),
         replace(WIDE_BLOCKS, group=4),
         replace(WIDE_BLOCKS, group=16),
-        WeightBlocks(256, 128, stages=4),
-        WeightBlocks(64, 256, warps=4, stages=3),
-        WeightBlocks(128, 128, warps=4, stages=3),
+        WeightBlocks(256, 128, stages=4, ahead=True),
+        WeightBlocks(64, 256, warps=4, stages=3, ahead=True),
     ]
 
 

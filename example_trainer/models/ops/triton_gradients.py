@@ -71,6 +71,7 @@ class WeightBlocks:
         outputs, inputs: of the matrix, for each program.
         warps, stages: of a program, and its tiles of tokens that are on their way.
         group: blocks of outputs whose programs run side by side.
+        ahead: whether the place of a tile is read one tile ahead.
     """
 
     outputs: int = 128
@@ -78,10 +79,12 @@ class WeightBlocks:
     warps: int = 8
     stages: int = 3
     group: int = 8
+    ahead: bool = False
 
     def __str__(self) -> str:
         sizes = f"{self.outputs} x {self.inputs}, {self.warps} warps, {self.stages} stages"
-        return f"{sizes}, groups of {self.group}"
+        reads = ", read ahead" if self.ahead else ""
+        return f"{sizes}, groups of {self.group}{reads}"
 
     def count(self, outputs: int, inputs: int) -> int:
         """Programs of a matrix."""
@@ -94,8 +97,8 @@ class WeightBlocks:
 
 FLOAT32_BLOCKS = WeightBlocks(64, 64, warps=4, stages=2)
 HALF_BLOCKS = WeightBlocks()
-HOPPER_BLOCKS = WeightBlocks(stages=4)
-WIDE_BLOCKS = WeightBlocks(inputs=256, stages=4)
+HOPPER_BLOCKS = WeightBlocks(stages=4, ahead=True)
+WIDE_BLOCKS = WeightBlocks(inputs=256, stages=4, ahead=True)
 """For Hopper and the GPUs after it in data centres, which have 192 KiB of shared memory for them."""
 _FEWEST_WIDE = 96
 """Programs that keep three quarters of such a GPU's 132 processors busy."""
@@ -120,14 +123,15 @@ def weight_blocks(dtype: torch.dtype, major: int, outputs: int, inputs: int) -> 
 def _weight_gradient(
     dy, x, out, tile_starts, tile_lengths, tiles, outputs, inputs, stride_dy, stride_x,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out += dyᵀ x, tile after tile of tokens, into the same accumulator.
 
     EVEN: blocks divide the matrix, and columns need no mask: half of the time goes into masks
     otherwise.
 
-    Where a tile lies is read one tile ahead. The compiler would else give that read a stage of its
-    own, and wait in each turn for everything that is on its way.
+    AHEAD: the place of a tile is read one tile ahead. The compiler gives that read a stage of its own
+    otherwise, and each turn waits for all reads. No GPU has run it yet.
     """
     program = tl.program_id(0)
     # Neighbouring programs share columns of dy, so that these are read from the cache.
@@ -147,9 +151,13 @@ def _weight_gradient(
         live = (output < outputs)[:, None] & (inp < inputs)[None, :]
         total = tl.load(out + at, mask=live, other=0.0)
     rows = tl.arange(0, ROWS)
-    start = tl.load(tile_starts).to(tl.int64)
-    length = tl.load(tile_lengths)
+    if AHEAD:
+        start = tl.load(tile_starts).to(tl.int64)
+        length = tl.load(tile_lengths)
     for tile in range(0, tiles):
+        if not AHEAD:
+            start = tl.load(tile_starts + tile).to(tl.int64)
+            length = tl.load(tile_lengths + tile)
         row = start + rows
         row_live = rows < length
         if EVEN:
@@ -162,9 +170,10 @@ def _weight_gradient(
             dy + row[:, None] * stride_dy + output[None, :], mask=gradient_live, other=0.0
         )
         value = tl.load(x + row[:, None] * stride_x + inp[None, :], mask=value_live, other=0.0)
-        following = tl.minimum(tile + 1, tiles - 1)
-        start = tl.load(tile_starts + following).to(tl.int64)
-        length = tl.load(tile_lengths + following)
+        if AHEAD:
+            following = tl.minimum(tile + 1, tiles - 1)
+            start = tl.load(tile_starts + following).to(tl.int64)
+            length = tl.load(tile_lengths + following)
         total = tl.dot(tl.trans(gradient), value, total, input_precision="ieee")
     if EVEN:
         tl.store(out + at, total)
@@ -394,7 +403,7 @@ def add_weight_gradient(
     _weight_gradient[(blocks.count(outputs, inputs),)](
         dy, x, total, starts, lengths, len(starts), outputs, inputs, dy.stride(0), x.stride(0),
         ROWS=rows, OUTPUTS=blocks.outputs, INPUTS=blocks.inputs, GROUP=blocks.group,
-        EVEN=blocks.divide(outputs, inputs), num_warps=blocks.warps, num_stages=blocks.stages,
+        EVEN=blocks.divide(outputs, inputs), AHEAD=blocks.ahead, num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ for lengths in ((1, 63, 64, 65, 130), (256,), (300, 5)):
         dy, x = whole(tokens, outputs), whole(tokens, inputs)
         exact = torch.ones(outputs, inputs)
         torch_gradients.add_weight_gradient(dy, x, exact, packing)
-        for blocks in (None, triton_gradients.WIDE_BLOCKS, Blocks(256, 128), Blocks(64, 64)):
+        for blocks in (None, triton_gradients.WIDE_BLOCKS, Blocks(256, 128, ahead=True), Blocks(64, 64)):
             total = torch.ones(outputs, inputs)
             triton_gradients.add_weight_gradient(dy, x, total, packing, blocks)
             assert torch.equal(total, exact), (lengths, outputs, inputs, blocks)
