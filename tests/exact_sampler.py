@@ -25,6 +25,9 @@ from vllm_patching.server.routes import LockstepService
 from vllm_patching.weights.families import Geometry
 
 PAUSED_SECONDS = 0.01
+NO_WEIGHTS = 0
+"""The epoch of a light server before its first update. A vLLM server has the checkpoint's weights then,
+a light one has zeros: nothing may be sampled with them."""
 
 
 class Sampler:
@@ -109,7 +112,7 @@ def add_sampling(
     async def sample(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
         while True:
             before = service.weights()
-            if engine.paused or not service.weights_served()["serving"]:
+            if before[1] == NO_WEIGHTS or engine.paused or not service.weights_served()["serving"]:
                 await asyncio.sleep(PAUSED_SECONDS)
                 continue
             answer: dict[str, Any] = await engine.on_main(lambda: sampler.sample(**body))
