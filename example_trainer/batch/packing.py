@@ -59,6 +59,7 @@ class PackedBin:
             on at the same time.
         routed: [tokens, choices] int16, the sampler's choices of experts, see ReplayedRouters; no
             choices without them.
+        shared_by: [tokens] int32, how many sequences have each token.
     """
 
     tokens: Tensor
@@ -74,6 +75,7 @@ class PackedBin:
     unreferenced: Tensor
     reference_pass: Tensor
     routed: Tensor
+    shared_by: Tensor
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -95,7 +97,7 @@ class PackedBin:
         return {
             name: tensor
             for name, tensor in self.tensors().items()
-            if name not in (*_HOST, "tokens", "sources", "routed")
+            if name not in (*_HOST, "tokens", "sources", "routed", "shared_by")
         }
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedBin:
@@ -142,6 +144,8 @@ class PackedBin:
         packing = Packing(self.lengths.tolist(), self.tokens.device, self.parents.tolist())
         if self.routed.shape[1]:
             packing.routed = self.routed
+        if packing.shared:
+            packing.shared_by = self.shared_by
         return packing
 
     @cached_property
@@ -210,6 +214,15 @@ class PrefixTree:
 
     spans: tuple[Span, ...]
     ends: tuple[int, ...]
+
+    def holders(self) -> list[list[int]]:
+        """Return the sequences that have each span, in their order."""
+        held: list[list[int]] = [[] for _ in self.spans]
+        for sequence, span in enumerate(self.ends):
+            while span != NO_PARENT:
+                held[span].append(sequence)
+                span = self.spans[span].parent
+        return held
 
     @property
     def tokens(self) -> int:
@@ -499,6 +512,7 @@ def empty_bin() -> PackedBin:
         unreferenced=ids,
         reference_pass=torch.zeros_like(one),
         routed=torch.zeros((1, 0), dtype=torch.int16),
+        shared_by=torch.ones(1, dtype=torch.int32),
     )
 
 
@@ -641,13 +655,17 @@ def _packed(units: Sequence[_Unit]) -> PackedBin:
     sources: list[npt.NDArray[np.int64]] = []
     rollouts: list[_Rollout] = []
     routed: list[npt.NDArray[np.int16]] = []
+    shared_by: list[int] = []
     row = 0
     for unit in units:
         before = len(parents)
         rows: list[npt.NDArray[np.int64]] = []  # for each span, where all tokens up to its end are
-        for span in unit.tree.spans:
+        for span, holders in zip(unit.tree.spans, unit.tree.holders(), strict=True):
             tokens.append(unit.rollouts[span.sequence].tokens[span.begin : span.end])
-            routed.append(_routed_of(unit.rollouts[span.sequence])[span.begin : span.end])
+            # The last token of a sequence has no experts, and in a longer one it has.
+            longest = max((unit.rollouts[i] for i in holders), key=lambda one: len(one.tokens))
+            routed.append(_routed_of(longest)[span.begin : span.end])
+            shared_by += [len(holders)] * (span.end - span.begin)
             own = np.arange(row, row + span.end - span.begin)
             first = span.parent == NO_PARENT
             parents.append(NO_PARENT if first else before + span.parent)
@@ -674,6 +692,7 @@ def _packed(units: Sequence[_Unit]) -> PackedBin:
         unreferenced=torch.tensor(unreferenced),
         reference_pass=torch.zeros(1, dtype=torch.int64),
         routed=torch.from_numpy(np.concatenate(routed)),
+        shared_by=torch.tensor(shared_by, dtype=torch.int32),
     )
 
 
@@ -752,6 +771,7 @@ def part_of(bin: PackedBin, sequences: Sequence[int]) -> tuple[PackedBin, Tensor
         bin,
         tokens=bin.tokens[tokens.to(device)],
         routed=bin.routed[tokens.to(device)],
+        shared_by=bin.shared_by[tokens.to(device)],
         lengths=bin.lengths[kept],
         parents=torch.where(parents == NO_PARENT, parents, places[parents]),
         sources=(sources - begins[spans] + new_begins[places[spans]]).to(device),

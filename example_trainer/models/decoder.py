@@ -361,7 +361,7 @@ class Mixture(nn.Module):
         if routers is None:
             weights, chosen = choose(logits)
         else:
-            weights, chosen = routers.choose(self.layer, logits, choose)
+            weights, chosen = routers.choose(self.layer, logits, choose, packing.shared_by)
         y: Tensor = self.experts(x, weights, chosen, packing)
         return y
 

@@ -44,9 +44,11 @@ class Packing:
         cu_seqlens: [spans + 1] int32, the same on the device.
         routed: [tokens, choices], the experts that each layer of a mixture has to choose, see
             RouterReplay; None: it chooses itself.
+        shared_by: [tokens], how many sequences have each token; None: each is of one.
     """
 
     routed: Tensor | None = None
+    shared_by: Tensor | None = None
 
     def __init__(
         self,

@@ -7,8 +7,9 @@ token goes to its k most probable experts.
     z         mean over tokens of lse(l)²      ST-MoE, arXiv:2202.08906, equation 5
 
 f_i is the share of all choices that fell on expert i, and P_i the mean of p_i. Both count every
-forwarded token of an update, over all its bins and ranks. So neither loss depends on how a batch is
-packed. Each layer has its own losses, and the layers' losses add up. The balance loss is 1 if every
+token of every forwarded sequence of an update, over all bins and ranks. A token that several
+sequences of a bin share is forwarded once, and counts once for each of them. So neither loss depends
+on how a batch is packed. Each layer has its own losses, and the layers' losses add up. The balance loss is 1 if every
 expert gets as many tokens as any other. f has no gradient.
 
 f counts the tokens of all bins, but the backward pass of a bin needs f before the next bin is
@@ -61,7 +62,11 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def loss_gradient(
-    logits: Tensor, shares: Tensor | None, tokens: Tensor, losses: RouterLosses
+    logits: Tensor,
+    shares: Tensor | None,
+    tokens: Tensor,
+    losses: RouterLosses,
+    shared_by: Tensor | None = None,
 ) -> Tensor:
     """The gradient of both losses with respect to some of the logits.
 
@@ -71,6 +76,7 @@ def loss_gradient(
         logits: [n, experts] of one layer, n of the update's tokens.
         shares: [experts], see balance_loss; None without a balance loss.
         tokens: T, the tokens of the update.
+        shared_by: [n], how often each token counts in T; None: once.
 
     Returns:
         [n, experts] in float32, or float64 for float64.
@@ -83,6 +89,8 @@ def loss_gradient(
         slope += losses.balance * value.shape[-1] * (shares - mean)
     if losses.z:
         slope += 2 * losses.z * value.logsumexp(-1, keepdim=True)
+    if shared_by is not None:
+        slope *= shared_by[:, None]
     return slope * probabilities / tokens
 
 
@@ -91,18 +99,23 @@ class _WithLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, shares: Tensor | None, tokens: Tensor, losses: RouterLosses
+        ctx: Any,
+        logits: Tensor,
+        shares: Tensor | None,
+        tokens: Tensor,
+        losses: RouterLosses,
+        shared_by: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(logits)
-        ctx.parts = shares, tokens, losses
+        ctx.parts = shares, tokens, losses, shared_by
         return logits.view_as(logits)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
         own = loss_gradient(logits, *ctx.parts)
-        return (wide(gradient) + own).to(gradient.dtype), None, None, None
+        return (wide(gradient) + own).to(gradient.dtype), None, None, None, None
 
 
 class RouterSums:
@@ -121,18 +134,27 @@ class RouterSums:
         self.entropies, self.squares, self.tokens = rest.unbind(1)
 
     @torch.no_grad()
-    def add(self, row: int, logits: Tensor, experts: Tensor) -> None:
-        """Count the tokens of one bin in one layer. The host does not wait for the device."""
+    def add(
+        self, row: int, logits: Tensor, experts: Tensor, shared_by: Tensor | None = None
+    ) -> None:
+        """Count the tokens of one bin in one layer. The host does not wait for the device.
+
+        Args:
+            row: of the layer.
+            logits, experts: [tokens, experts] and [tokens, choices] of them.
+            shared_by: [tokens], how often each counts; None: once.
+        """
+        times = experts.new_ones(len(logits)) if shared_by is None else shared_by
         logs = logits.double().log_softmax(-1)
-        probabilities = logs.exp()
+        probabilities = logs.exp() * times[:, None]
         # Counted in integers, whose sum does not depend on the order in which a GPU adds.
         counts = torch.zeros(logits.shape[-1], dtype=torch.int64, device=logits.device)
-        chosen = experts.flatten().long()
-        self.choices[row] += counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        each = times.long()[:, None].expand_as(experts).flatten()
+        self.choices[row] += counts.scatter_add_(0, experts.flatten().long(), each)
         self.probabilities[row] += probabilities.sum(0)
         self.entropies[row] -= (probabilities * logs).sum()
-        self.squares[row] += logits.double().logsumexp(-1).square().sum()
-        self.tokens[row] += len(logits)
+        self.squares[row] += (logits.double().logsumexp(-1).square() * times).sum()
+        self.tokens[row] += times.sum()
 
     def join(self, other: RouterSums) -> None:
         """Add other sums to these."""
@@ -224,15 +246,24 @@ class Routers:
         self._step: RouterSums | None = None
         self._idle = torch.zeros(len(self._rows), experts, dtype=torch.int64)
 
-    def choose(self, layer: int, logits: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-        """Route the tokens of a layer: `route(logits)`, counted if a caller counts."""
+    def choose(
+        self, layer: int, logits: Tensor, route: Route, shared_by: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Route the tokens of a layer: `route(logits)`, counted if a caller counts.
+
+        Args:
+            layer: its number.
+            logits: of its router.
+            route: see Route.
+            shared_by: see RouterSums.add.
+        """
         row = self._rows[layer]
         if self._tokens is not None and self._counts and torch.is_grad_enabled():
             shares = None if self._shares is None else self._shares[row]
-            logits = _WithLosses.apply(logits, shares, self._tokens, self.losses)
+            logits = _WithLosses.apply(logits, shares, self._tokens, self.losses, shared_by)
         weights, experts = route(logits)
         if self._open is not None:
-            self._open.add(row, logits.detach(), experts)
+            self._open.add(row, logits.detach(), experts, shared_by)
         return weights, experts
 
     @contextmanager

@@ -40,12 +40,18 @@ class RouterReplay:
         routed = packing.routed[:, first : first + self._count].long()
         replayed = routed[:, :1] >= 0
         if self._counts:
-            self._count_others(routed, own, replayed[:, 0])
+            self._count_others(routed, own, replayed[:, 0], packing.shared_by)
         return choose(logits, chosen=torch.where(replayed, routed, own))
 
-    def _count_others(self, routed: Tensor, own: Tensor, replayed: Tensor) -> None:
-        """Count the tokens whose own experts differ. The host does not wait."""
+    def _count_others(
+        self, routed: Tensor, own: Tensor, replayed: Tensor, shared_by: Tensor | None
+    ) -> None:
+        """Count the tokens whose own experts differ, once for each sequence that has them. The host
+        does not wait.
+        """
         others = (routed.sort(-1).values != own.sort(-1).values).any(-1) & replayed
+        if shared_by is not None:
+            others, replayed = others * shared_by, replayed * shared_by
         if self._sums is None:
             self._sums = torch.zeros(2, dtype=torch.float64, device=routed.device)
         self._sums += torch.stack((others.sum(), replayed.sum()))

@@ -330,8 +330,10 @@ class BatchGradients:
                     self._model.shards.release(self._model)
             shares = counted.over_ranks(self._model.shards.sum_figures).shares()
             self._routers.begin_update(device)
-        tokens = sum(len(bin.tokens) for bin in bins if not bin.empty)
-        held = torch.full((1,), tokens, dtype=torch.float64, device=device)
+        held = torch.zeros(1, dtype=torch.float64, device=device)
+        for bin in bins:
+            if not bin.empty:
+                held += bin.shared_by.sum()
         self._routers.give_losses(self._model.shards.sum_figures(held)[0], shares)
 
     def _pass_ahead(self) -> None:

@@ -324,6 +324,7 @@ def bin_of(versions: Tensor, logprobs: Tensor) -> PackedBin:
         unreferenced=counts,
         reference_pass=torch.ones(1, dtype=torch.int64),
         routed=torch.zeros((0, 0), dtype=torch.int16),
+        shared_by=torch.ones(count + 1, dtype=torch.int32),
     )
 
 

@@ -124,6 +124,56 @@ def test_the_router_learns_from_the_probabilities_of_the_replayed_experts() -> N
     assert shares == [{"rerouted_share": 0.0}] * 2, "the order of a token's experts does not count"
 
 
+def replayed(model: Decoder, bin: PackedBin) -> tuple[torch.Tensor, float]:
+    """The hidden states that predict trained tokens, and the share of the rerouted ones."""
+    replay = model.arithmetic.routing = RouterReplay(GEOMETRY.sparse_layers, 2)
+    with torch.no_grad(), replay.counting():
+        hidden = model(bin.tokens, bin.packing())[bin.sources]
+    share = replay.row(lambda sums: sums, bin.tokens.device)["rerouted_share"]
+    assert share is not None
+    return hidden, share
+
+
+def test_a_token_counts_once_for_each_sequence_that_has_it() -> None:
+    model = decoder()
+    experts = [chosen_by(model, PROMPT + answer) for answer in ANSWERS]
+    for one in experts:
+        one[:20] = (one[:20] + 1) % 6
+    shares = [replayed(model, packed(experts, shared))[1] for shared in (False, True)]
+    assert 0.5 < shares[0] < 0.8, "prompts are most of the tokens, and a part of them is rerouted"
+    assert shares[1] == pytest.approx(shares[0])
+
+
+def test_a_sequence_that_goes_on_from_another_keeps_its_own_experts() -> None:
+    """The shorter one has no experts for its last token."""
+    model, start = decoder(), PROMPT + PROMPT
+    rows = [start, [*start, 40, 41], [*start, 50]]
+    generator = np.random.default_rng(0)
+    drawn = generator.permuted(np.tile(np.arange(6), (62, 3, 1)), axis=-1)[:, :, :2]
+    posted = {
+        "tokens": rows,
+        "masks": [[-100] * 59 + row[59:] for row in rows],
+        "scores": [0.0, 1.0, 0.5],
+        "routed_experts": [to_wire(drawn[: len(row) - 1]) for row in rows],
+    }
+    batch = parse_batch([posted], 64, 97, Rules(routers=ROUTERS))
+    states = []
+    for shared in (False, True):
+        (((bin,),),) = pack_batch(
+            batch,
+            tokens_per_bin=200,
+            ranks=1,
+            normalisation="token",
+            max_tokens=64,
+            share_prefixes=shared,
+        )
+        assert bin.packing().shared == shared
+        hidden, _ = replayed(model, bin)
+        states.append(dict(zip(bin.targets.tolist(), hidden, strict=True)))
+    for token, hidden in states[0].items():
+        torch.testing.assert_close(states[1][token], hidden)
+
+
 def test_a_part_of_a_bin_keeps_its_experts() -> None:
     model = decoder()
     bin = packed([chosen_by(model, PROMPT + answer) for answer in ANSWERS], True)

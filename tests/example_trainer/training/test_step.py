@@ -16,10 +16,12 @@ from example_trainer.batch.groups import Batch, parse_batch
 from example_trainer.batch.packing import PackedBin, empty_bin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, Geometry
+from example_trainer.models.router import RouterLosses
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.step import BatchGradients, guarded_step, make_objective, warm_up
 from tests.example_trainer.parallel.spread_cases import comparable
+from tests.geometries import geometry_of
 
 GEOMETRY = Geometry(
     architecture="Qwen3ForCausalLM",
@@ -38,9 +40,24 @@ GEOMETRY = Geometry(
 )
 
 
-def make_model(seed: int = 0) -> Decoder:
+MIXTURE = geometry_of(
+    "Qwen3Moe",
+    2,
+    24,
+    40,
+    4,
+    2,
+    8,
+    31,
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+)
+
+
+def make_model(seed: int = 0, geometry: Geometry = GEOMETRY) -> Decoder:
     torch.manual_seed(seed)
-    model = Decoder(GEOMETRY, torch.float32)
+    model = Decoder(geometry, torch.float32)
     for parameter in model.parameters():
         parameter.data.copy_(0.3 * torch.randn(parameter.shape) + (parameter.dim() == 1))
     return model
@@ -92,13 +109,17 @@ def gradients_of(
     options: TrainerConfig,
     reference: Decoder | None = None,
     summed: bool = True,
+    geometry: Geometry = GEOMETRY,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """
     Args:
         summed: let the backward pass add the gradients to sums; else autograd leaves them at the
             parameters.
     """
-    model = make_model()
+    model = make_model(geometry=geometry)
+    if model.arithmetic.routers is not None:
+        coefficients = options.router_balance_coef, options.router_z_coef
+        model.arithmetic.routers.losses = RouterLosses(*coefficients)
     optimizer = MasterAdamW(model, lr=0.1)
     assert optimizer.sums is not None
     model.arithmetic.sums = optimizer.sums if summed else None
@@ -135,6 +156,21 @@ def test_however_a_batch_is_packed_its_gradient_is_the_same(normalisation: str) 
         parts, row = gradients_of(
             bins, config(loss_normalisation=normalisation, logprob_chunk=7), summed=summed
         )
+        assert_same(parts, whole)
+        assert comparable(row) == pytest.approx(comparable(whole_row), rel=1e-4)
+
+
+@pytest.mark.parametrize(("balance", "z"), [(0.5, 0.0), (0.0, 0.2)])
+def test_a_shared_prompt_counts_in_the_losses_of_routers_once_for_each_answer(
+    balance: float, z: float
+) -> None:
+    batch = parse_batch(make_groups(1, prompt_length=25), 64, 31)
+    options = config(router_balance_coef=balance, router_z_coef=z)
+    whole, whole_row = gradients_of(packed(batch, options, 1000)[0], options, geometry=MIXTURE)
+    for tokens in (70, 1000):
+        bins = packed(batch, options, tokens, share=True)[0]
+        assert any(bin.packing().shared for bin in bins)
+        parts, row = gradients_of(bins, options, geometry=MIXTURE)
         assert_same(parts, whole)
         assert comparable(row) == pytest.approx(comparable(whole_row), rel=1e-4)
 
