@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
 from atroposlib.utils.processes import ChildDied, KillableCalls
 
@@ -160,8 +163,8 @@ def is_well_formed(text: str) -> bool:
 _CHARACTERS = str.maketrans(
     dict.fromkeys("\u00a0\u2002\u2003\u2007\u2008\u2009\u200a\u202f\u3000", " ")
     | dict.fromkeys("\u200b\u2060\ufeff", "")
+    | dict.fromkeys("−–—‐‑﹣－", "-")
     | {
-        "−": "-",
         "×": r"\times ",
         "·": r"\cdot ",
         "⋅": r"\cdot ",
@@ -175,33 +178,60 @@ _CHARACTERS = str.maketrans(
         "∅": r"\emptyset ",
         "∈": r"\in ",
         "°": r"^\circ ",
+        "º": r"^\circ ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
         "⁄": "/",
         "⟨": "(",
         "⟩": ")",
     }
     | {
-        "½": r"\frac{1}{2}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-        "⅓": r"\frac{1}{3}",
-        "⅔": r"\frac{2}{3}",
+        sign: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign).split("\u2044"))
+        for sign in "½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
     }
-    | {"²": "^{2}", "³": "^{3}", "⁴": "^{4}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta "}
+    | {
+        "θ": r"\theta ",
+        "α": r"\alpha ",
+        "β": r"\beta ",
+        "Ω": r"\Omega ",
+        "μ": r"\mu ",
+        "µ": r"\mu ",
+    }
 )
-_TEXT_COMMAND = (
-    r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol)"
-)
+_RAISED = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_TEXT_COMMAND = r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol|bm|emph|underline)"
 _WHOLE_TEXT = re.compile(rf"{_TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
+_FUNCTIONS = r"(?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|ln|log|exp|pi"
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt{\1\2}"),
+        (r"∛\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt[3]{\1\2}"),
         (r"√\s*", r"\\sqrt"),
         (r"\\sqrt\s*(\[[^\[\]]*\])\s*([A-Za-z0-9])", r"\\sqrt\1{\2}"),
         (r"(?<=\d)\\,(?=\d{3}(?!\d))", " "),
         (r"(?<!\\)\\[ ,:;]|~(?!=)|\\q?quad(?![A-Za-z])", " "),
         (r"\\[hv]space\*?\s*\{[^{}]*\}", " "),
         (r"\\+$", ""),
+        (r"\\(?:text)?color\s*\{\s*[A-Za-z]+\s*\}", ""),
+        (
+            r"\\(?:bf(?:series)?|rm|it|tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z])",
+            "",
+        ),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
+        (
+            rf"\\(?:operatorname|mathrm)\s*\{{\s*({_FUNCTIONS})\s*\}}"
+            rf"|(?<![A-Za-z\\])(?<!text\{{)({_FUNCTIONS})(?![A-Za-z])",
+            r"\\\1\2 ",
+        ),
+        (r"(?i)^(\\text\s*\{\s*)?(?:option|choice)\s+(?=\(?[A-J](?![A-Za-z]))", r"\1"),
+        (
+            r"(?<![\d.])(\d*)\.(\d{0,20}?)(\d{1,6}?)\3{2,40}\s*(?:\.{3}|…|\\[lc]?dots(?![A-Za-z]))",
+            r"\1.\2\\overline{\3}",
+        ),
         (r"(?<=\d)\s*\^\s*\{?\s*\\(?:text|mathrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?", ""),
         (r"((?<!1)1(?=st)|(?<!1)2(?=nd)|(?<!1)3(?=rd)|\d(?=th))(?:st|nd|rd|th)(?![A-Za-z])", r"\1"),
         (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?)0*(\d+)(?![\w.])", r"\1\\times 10^{\2\3}"),
@@ -228,6 +258,9 @@ _WRAPPERS = tuple(
         r"\\\(((?:(?!\\\().)+)\\\)",
         r"(?:\\approx|≈|=)\s*(.+)",
         r"\\displaystyle(?![A-Za-z])\s*(.+)",
+        rf"{_TEXT_COMMAND}\s*\{{[^{{}}\d]*(?:[:=]|\bis)\s*\}}\s*(.+)",
+        r"(?:[A-Za-z]{2,}\s+)*[A-Za-z]{2,}\s*:\s*([^:]+)",
+        r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\||\\mid(?![A-Za-z])|:)((?:(?!\\\}).)*)\\\}",
         r"(.+?)(?:\s*(?<!\\)[;,:]|(?<!\.)\.)",
     )
 )
@@ -241,8 +274,11 @@ _SCIENTIFIC = re.compile(
 )
 _DEGREES = re.compile(r"(?<=\d)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})$")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{\s*(\d+)\s*\}")
+_POWER = r"(?:\s*\^\s*\{?-?\d\}?)?"
+_UNIT_IN_TEXT = rf"{_TEXT_COMMAND}\s*\{{(?:[^{{}}\d]|\^\s*(?:\{{-?\d\}}|-?\d))*\}}"
 _UNIT_AS_TEXT = re.compile(
-    rf"\s*(?:(?:{_TEXT_COMMAND}\s*\{{(?P<words>[^{{}}\d]*)\}}|\\(?:cdot|per)(?![A-Za-z]))(?:\s*\^\s*\{{?-?\d\}}?)?[\s/.]*)+"
+    rf"\s*(?:(?:{_UNIT_IN_TEXT}|\\[dt]?frac\s*\{{{_UNIT_IN_TEXT}{_POWER}\}}\s*\{{{_UNIT_IN_TEXT}{_POWER}\}}"
+    rf"|\\(?:cdot|per|mu|Omega)(?![A-Za-z])){_POWER}[\s/.]*)+"
     r"(?=[,;)\]]|\\\}|$)"
 )
 _SHORT_UNITS = r"cm|mm|km|kg|mg|ml|mL|lb|oz|ft|yd|mi|hr|in|m/s|km/h|[AaPp]\.?[Mm]"
@@ -253,7 +289,12 @@ _UNIT_AS_WORDS = re.compile(
     rf"(?<=[\d}})])(?:\s+(?P<words>(?:sq|cu|{_WORD})(?:[ /]+(?:a|an|of|{_WORD}))*)|(?P<short>cm|mm|km|kg|mph))"
     r"(?:\s*\^\s*\{?[23]\}?)?\.?\s*(?=[,;)\]]|\\\}|$)"
 )
+_UNIT_AS_SYMBOL = re.compile(
+    r"([+-]?\d[\d.,]*|[+-]?\.\d+)\s+[kcmMGT]?(?:Hz|Pa|eV|[JWVANBmgLKsh])(?:\s*\^\s*\{?-?[1-4]\}?)?"
+)
+"""A number with a space and one letter, as in `5 m`, is a whole answer only with a unit."""
 _LETTERS = re.compile(r"[A-Za-z]+")
+_NOT_A_WORD = re.compile(rf"{_TEXT_COMMAND}|\\(?:mu|Omega)(?![A-Za-z])")
 _NO_UNITS = frozenset(
     # Words that join, condition or scale what stands before them, and names of functions and
     # variables.
@@ -264,13 +305,21 @@ _NO_UNITS = frozenset(
     """.split()  # noqa: SIM905
 )
 _TIME_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.?\s?m\b\.?[\s}]*$", re.IGNORECASE)
+_CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)")
+_PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%")
+_QUANTITY = r"([+-]?\d+(?:\.\d+)?)\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)"
+_QUANTITIES = re.compile(rf"(?:\s*{_QUANTITY}){{2,}}\s*")
+_BETWEEN_QUANTITIES = re.compile(rf"{_TEXT_COMMAND}|[{{}}~,;]|\\[ ,;]|\band\b")
 _WITH_BASE = re.compile(r"([0-9A-Fa-f]+)\s*_\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _CHOICE = re.compile(
-    rf"(?:{_TEXT_COMMAND}\s*\{{\s*)?(?:\(([A-J])\)|([A-J])[).:])\s*(\}}?)\s*(.*)", re.DOTALL
+    rf"(?:{_TEXT_COMMAND}\s*\{{\s*)?(?:\(([A-J])\)|([A-J])[).:])\s*(\}}?)\s*"
+    r"(?![,;&]|(?:\\text\s*\{\s*)?(?:and|or)\b)((?:(?!\([A-J]\)).)*)",
+    re.DOTALL,
 )
 _LONE_CHOICE = re.compile(r"[A-J]")
 _CAPITALISED = re.compile(r"[A-Z][a-z]{2,}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
+_LONG_WORD = re.compile(r"[A-Za-z]{4,}")
 
 
 def spelled(text: str) -> str:
@@ -279,6 +328,8 @@ def spelled(text: str) -> str:
     >>> spelled(r"18\ \text{dollars}"), spelled("3 1/2 cups"), spelled("x^2+3t"), spelled(r"**90°**")
     ('18', '3\\frac{1}{2}', 'x^2+3t', '90^\\circ')
     """
+    text = _RAISED.sub(lambda power: f"^{{{_as_digits(power)}}}", text)
+    text = _LOWERED.sub(lambda index: f"_{{{_as_digits(index)}}}", text)
     text = _unwrapped(text.translate(_CHARACTERS))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -307,6 +358,36 @@ def time_of_day(text: str) -> str | None:
     """Return `a` or `p` for an answer that ends with AM or PM."""
     match = _TIME_OF_DAY.search(text)
     return match[1].lower() if match and re.search(r"\d", text) else None
+
+
+def percentage(text: str) -> str | None:
+    r"""Return the number in front of a percent sign at the end; None if there is none.
+
+    >>> percentage(r"12.5\%"), percentage("12.5")
+    ('12.5', None)
+    """
+    match = _PERCENT.fullmatch(text)
+    return match[1] if match else None
+
+
+def quantities(text: str) -> dict[str, Decimal] | None:
+    r"""Return unit -> number of several numbers with different units; None for everything else.
+
+    >>> quantities("2 hours and 30 minutes"), quantities("3 cm, 4 cm")
+    ({'hours': Decimal('2'), 'minutes': Decimal('30')}, None)
+    """
+    flat = _BETWEEN_QUANTITIES.sub(" ", text)
+    if not _QUANTITIES.fullmatch(flat):
+        return None
+    found = re.findall(_QUANTITY, flat)
+    amounts = {" ".join(unit.lower().split()): Decimal(number) for number, unit in found}
+    return amounts if len(amounts) == len(found) else None
+
+
+def clock(text: str) -> tuple[int, int] | None:
+    """Return hour and minute of a time such as `10:05`. The ratio `10:5` has no time."""
+    match = _CLOCK.fullmatch(text)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def with_base(text: str) -> tuple[str, str] | None:
@@ -339,9 +420,14 @@ def words_of(text: str) -> str | None:
     return " ".join(text.lower().split()) if _WORDS.fullmatch(text.strip()) else None
 
 
-def is_text(text: str) -> bool:
-    r"""Return True for one `\text{…}` or one capitalised word: its letters are not variables."""
-    return (_WHOLE_TEXT.fullmatch(text) or _CAPITALISED.fullmatch(text)) is not None
+def _are_texts(one: str, other: str) -> bool:
+    r"""Return whether the letters of two answers of words are not variables.
+
+    That is so if one is a `\text{…}` or a capitalised word, or if both have a word of four letters.
+    """
+    if any(_WHOLE_TEXT.fullmatch(text) or _CAPITALISED.fullmatch(text) for text in (one, other)):
+        return True
+    return all(_LONG_WORD.search(text) for text in (one, other))
 
 
 def _unwrapped(text: str) -> str:
@@ -362,13 +448,19 @@ def _unwrapped(text: str) -> str:
 
 def _without_units(text: str) -> str:
     text = _UNIT_AS_TEXT.sub(_unless_joining, text)
-    text = _UNIT_AS_WORDS.sub(_unless_joining, text)
-    return text.strip()
+    text = _UNIT_AS_WORDS.sub(_unless_joining, text).strip()
+    symbol = _UNIT_AS_SYMBOL.fullmatch(text)
+    return symbol[1] if symbol else text
+
+
+def _as_digits(match: re.Match[str]) -> str:
+    """Return raised or lowered digits and signs as ordinary ones."""
+    return unicodedata.normalize("NFKC", match[0]).replace("−", "-")
 
 
 def _unless_joining(unit: re.Match[str]) -> str:
     """Return nothing in place of a unit. Words that are not a unit, or that stand alone, stay."""
-    words = {word.lower() for word in _LETTERS.findall(re.sub(_TEXT_COMMAND, "", unit[0]))}
+    words = {word.lower() for word in _LETTERS.findall(_NOT_A_WORD.sub("", unit[0]))}
     before = unit.string[: unit.start()].rstrip()
     if not before or before[-1] in ",;([{" or words & _NO_UNITS:
         return unit[0]
@@ -397,6 +489,9 @@ PROCESSES = 2
 MAX_NUMBER_CHARACTERS = 1000
 MAX_EXPRESSION_CHARACTERS = 2000
 """A longer answer equals nothing but the same text: parsing it would take minutes."""
+
+SMALL = 1e-3
+"""Numbers below this must agree to this part of themselves, and not only to six decimal places."""
 
 _CURRENCY = r"(?:\\?\$\s*|[€£¥₹]\s*)"
 _NUMBER = re.compile(
@@ -469,19 +564,41 @@ def _compare_spelled(gold: str, answer: str) -> bool | None:
     times = time_of_day(gold), time_of_day(answer)
     if None not in times and times[0] != times[1]:
         return False
+    amounts = quantities(gold), quantities(answer)
+    if amounts[0] and amounts[1] and amounts[0].keys() == amounts[1].keys():
+        return amounts[0] == amounts[1]
     one, other = spelled(gold), spelled(answer)
     if one and one == other:
         return True
-    numbers = as_number(plain_number(one)), as_number(plain_number(other))
-    if numbers[0] is not None and numbers[1] is not None:
-        return numbers[0] == numbers[1]
-    based = with_base(one), with_base(other)
-    if None not in based:
-        return based[0] == based[1]
+    for reading in (_as_spelled_number, clock, with_base):
+        values = reading(one), reading(other)
+        if None not in values:
+            return values[0] == values[1]
+    percentages = _compare_percentages(one, other)
+    if percentages is not None:
+        return percentages
     words = words_of(one), words_of(other)
-    if None not in words and (words[0] == words[1] or is_text(one) or is_text(other)):
+    if None not in words and (words[0] == words[1] or _are_texts(one, other)):
         return words[0] == words[1]
     return _compare_choices(one, other)
+
+
+def _as_spelled_number(text: str) -> Decimal | None:
+    return as_number(plain_number(text))
+
+
+def _compare_percentages(one: str, other: str) -> bool | None:
+    """Compare plain numbers, at least one a percentage: 5 % is 5 and also 0.05."""
+    percentages = percentage(one), percentage(other)
+    if percentages == (None, None):
+        return None
+    first, second = as_number(percentages[0] or one), as_number(percentages[1] or other)
+    if first is None or second is None:
+        return None
+    if first == second or None not in percentages:
+        return first == second
+    percent, share = (first, second) if percentages[0] else (second, first)
+    return Fraction(percent) == 100 * Fraction(share)
 
 
 def _compare_choices(one: str, other: str) -> bool | None:
@@ -509,6 +626,22 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
 
     Call it in a process's main thread.
     """
+    gold, answer = _content(gold), _content(answer)
+    percentages = percentage(gold), percentage(answer)
+    try:
+        if percentages == (None, None):
+            return _equal_expressions(gold, answer)
+        if _equal_expressions(percentages[0] or gold, percentages[1] or answer):
+            return True
+        # A percentage also equals the share: 5 % is 5 and also 0.05.
+        shares = [rf"({percent})/100" if percent else None for percent in percentages]
+        return _equal_expressions(shares[0] or gold, shares[1] or answer)
+    except Exception as error:  # noqa: BLE001  # the parser and SymPy raise anything over what a model wrote
+        logger.debug("%.120r could not be compared with %.120r: %s", answer, gold, error)
+        return False
+
+
+def _equal_expressions(gold: str, answer: str) -> bool:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -526,19 +659,26 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
             ),
         )
     ]
-    try:
-        expected, parsed = (
-            parse(rf"\boxed{{{_content(text)}}}", reading, parsing_timeout=PARSE_SECONDS)
-            for text in (gold, answer)
-        )
-        return (
-            bool(expected)
-            and bool(parsed)
-            and bool(verify(expected, parsed, timeout_seconds=PARSE_SECONDS))
-        )
-    except Exception as error:  # noqa: BLE001  # the parser and SymPy raise anything over what a model wrote
-        logger.debug("%.120r could not be compared with %.120r: %s", answer, gold, error)
+    expected, parsed = (
+        parse(rf"\boxed{{{text}}}", reading, parsing_timeout=PARSE_SECONDS)
+        for text in (gold, answer)
+    )
+    if not expected or not parsed:
         return False
+    equal = verify(expected, parsed, timeout_seconds=PARSE_SECONDS, allow_set_relation_comp=True)
+    return bool(equal) and not _are_small_and_differ(expected[0], parsed[0])
+
+
+def _are_small_and_differ(one: Any, other: Any) -> bool:
+    """Return whether two numbers below a thousandth differ by more than a thousandth of them.
+
+    math_verify rounds to six decimal places, so that 2e-7 would equal 0.
+    """
+    if not all(getattr(value, "is_number", False) for value in (one, other)):
+        return False
+    values = [complex(value.doit().evalf()) for value in (one, other)]
+    larger = max(abs(value) for value in values)
+    return larger < SMALL and abs(values[0] - values[1]) > SMALL * larger
 
 
 class MathScorer:
