@@ -67,7 +67,19 @@ class _Outputs:
 
 
 class _HandedOn(nn.Module):
-    """Stands for the model below the head, and gives back the embeddings that it gets."""
+    """Stands for the model below the head, and gives back the embeddings that it gets.
+
+    Args:
+        base: the model below the head. Some classes read a factor of the logits from it.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_base"] = base  # not a module of this one: none gets a second name
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__.get("_base"), name, None)
+        return value if isinstance(value, int | float) else super().__getattr__(name)
 
     @property
     def decoder(self) -> _HandedOn:
@@ -102,7 +114,7 @@ class _Parts:
         identity = nn.Identity()
         identity.weight = self.head.weight[:0].detach()  # some classes look at its dtype
         whole.set_submodule(path, identity)
-        setattr(whole, whole.base_model_prefix, _HandedOn())
+        setattr(whole, whole.base_model_prefix, _HandedOn(self.base))
         self._whole = whole
 
     def logits(self, product: Tensor) -> Tensor:

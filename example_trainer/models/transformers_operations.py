@@ -83,17 +83,23 @@ def _norm_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Tensor]
 
 def _norm(
     module: nn.Module,
-    forward: Callable[[Tensor], Tensor],
+    forward: Callable[..., Tensor],
     arithmetic: Arithmetic,
     offset: int,
     eps: float,
     x: Tensor,
+    *others: Any,
+    **options: Any,
 ) -> Tensor:
-    """Normalise the last dimension of x; the factor is the weight, or 1 + weight."""
+    """Normalise the last dimension of x; the factor is the weight, or 1 + weight.
+
+    Args:
+        others, options: what else the class takes, such as a gate; the class then computes it.
+    """
     weight = module.weight
     assert isinstance(weight, Tensor)
-    if x.dtype != weight.dtype or not x.numel():
-        return forward(x)
+    if others or options or x.dtype != weight.dtype or not x.numel():
+        return forward(x, *others, **options)
     factor = offset + wide(weight) if offset else weight
     return arithmetic.ops.rms_norm(x.reshape(-1, x.shape[-1]), factor, eps).view(x.shape)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from example_trainer.models import load_model
@@ -106,6 +107,16 @@ def test_other_dtypes_and_no_tokens_go_through_the_class(name: str) -> None:
         x = inputs(torch.bfloat16)
         assert torch.equal(ours(x), theirs(x))
         assert ours(x).dtype == theirs(x).dtype
+
+
+def test_a_norm_that_takes_a_gate_has_it_from_the_class() -> None:
+    theirs = MambaRMSNormGated(WIDTH)
+    ours = copy.deepcopy(theirs)
+    assert replace_modules(ours, Arithmetic(reference)) == 1
+    gate = inputs().cos()
+    assert torch.equal(ours(inputs(), gate), theirs(inputs(), gate))
+    assert torch.equal(ours(inputs(), gate=gate), theirs(inputs(), gate))
+    torch.testing.assert_close(ours(inputs()), theirs(inputs()))
 
 
 @pytest.mark.parametrize("name", LEFT)

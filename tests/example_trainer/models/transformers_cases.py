@@ -61,6 +61,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"num_experts": 4, "num_experts_per_tok": 2}
     | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
     | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    # A recurrent layer whose norm takes a gate, one of attention, and one of experts.
+    "NemotronH": _SIZES
+    | {"head_dim": 8, "num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "moe"]}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
+    | {"chunk_size": 8}
+    | {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    # The model below the head holds a factor of the logits.
+    "FalconH1": _SIZES
+    | {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}
+    | {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+    | {"lm_head_multiplier": 0.4},
     # A mixture of experts.
     "Mixtral": _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     # Latent attention, a dense layer, one of experts, and a buffer that checkpoints hold.
