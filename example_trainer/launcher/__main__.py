@@ -4,6 +4,7 @@ argument.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -30,6 +31,20 @@ from example_trainer.launcher.stack import Stack
 def say(text: str) -> None:
     """One line, at once."""
     print(text, flush=True)
+
+
+def report(text: str) -> None:
+    """One line about work that goes on even if nobody reads on: the reader of the pipe has ended, or
+    the terminal is closed.
+    """
+    try:
+        say(text)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def interrupted(number: int, _: object) -> None:
@@ -73,11 +88,11 @@ def start(arguments: list[str]) -> int:
         run_on_ray(arguments)
     options = parse(arguments)
     stack = Stack(options)
-    Starter(stack, say).run()
-    say(
+    Starter(stack, report).run()
+    report(
         f"running in {options.run}: scripts/status.sh, scripts/logs.sh and scripts/stop.sh look at it, follow it and end it"
     )
-    say(
+    report(
         f"see the run at {stack.service_url}/ui; it asks for {SERVICE} of {options.run / KEYS_FILE}"
     )
     return 0
@@ -109,7 +124,7 @@ def stop(arguments: list[str]) -> int:
         "Stop the stack, or some parts of it: environment, trainer, vLLM, service, in this order.",
     ).parse_args(arguments)
     run = given.run.expanduser().absolute()
-    return int(not stop_parts(run, chosen(given.parts, Records(run).parts()), say))
+    return int(not stop_parts(run, chosen(given.parts, Records(run).parts()), report))
 
 
 def restart(arguments: list[str]) -> int:
@@ -126,7 +141,7 @@ def restart(arguments: list[str]) -> int:
         help="seconds that each may take to be back (default: as for start.sh)",
     )
     given = made.parse_args(arguments)
-    restart_servers(given.run.expanduser().absolute(), given.parts, given.wait, say)
+    restart_servers(given.run.expanduser().absolute(), given.parts, given.wait, report)
     return 0
 
 
@@ -161,6 +176,8 @@ def main(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
     name, *rest = arguments
     signal.signal(signal.SIGTERM, interrupted)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, interrupted)
     try:
         return run_command(name, lambda: COMMANDS[name](rest))
     except KeyboardInterrupt:
