@@ -62,6 +62,28 @@ def identify(pid: int) -> Identity | None:
     return Identity(pid, int(fields[19]), boot_id())
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal such as SIGSTOP has stopped a process. A debugger does not count."""
+    try:
+        stat = Path("/proc", str(pid), "stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def started_at(pid: int) -> float | None:
+    """Return the Unix time at which a process was started; None if it has ended."""
+    process = identify(pid)
+    if process is None:
+        return None
+    boot = next(
+        float(line.split()[1])
+        for line in Path("/proc/stat").read_text().splitlines()
+        if line.startswith("btime ")
+    )
+    return boot + process.ticks / os.sysconf("SC_CLK_TCK")
+
+
 def port_user(port: int, proc: Path = Path("/proc")) -> str:
     """Return the process that listens on a TCP port, as "python (pid 123)", or "another process" if
     /proc does not show it.

@@ -44,6 +44,8 @@ LEFTOVER_SECONDS = 3.0
 KILL_SECONDS = 10.0
 """Limit for a killed process to vanish. After it the guard gives the process up, with an error line."""
 ENDING_BYTES = 128
+EXIT_SUFFIX = ".exit"
+"""Suffix of the file that has the end of a part of the stack."""
 
 
 def prctl(option: int, value: int) -> None:
@@ -265,7 +267,8 @@ class Ending:
         """Write the exit status and the present time."""
         content = json.dumps({"code": code, "at": time.time()}).encode().ljust(ENDING_BYTES)
         try:
-            if self._file < 0:
+            # The folder may have been removed, and made again without the draft.
+            if self._file < 0 or not self._draft.exists():
                 write_whole(self._path, content)
             else:
                 os.pwrite(self._file, content, 0)

@@ -393,11 +393,14 @@ def wait_for_end(identity: Identity, seconds: float) -> None:
 def stop_parts(run: Path, parts: Sequence[str], say: Say) -> bool:
     """Stop parts of a run, a part that feeds others before them. Returns whether all are gone."""
     records = Records(run)
-    if not records.folder.is_dir():
+    if not records.folder.is_dir() and not records.parts():
         say(f"nothing was started in {run}")
         return True
     with claimed(run):
         found = [record for part in to_stop(parts) if (record := records.read(part))]
         if not found:
             say(f"nothing to stop in {run}")
+        for record in found:
+            if not records.is_recorded(record.part):
+                records.write(record)  # the keeper leaves the exit status beside it
         return all([Part(record, records, say).stop() >= 0 for record in found])

@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atroposlib.utils.processes import Identity, boot_id, identify
+from atroposlib.utils.processes import Identity, boot_id, identify, started_at
 from example_trainer.child_processes.files import write_whole
+from example_trainer.child_processes.guard import EXIT_SUFFIX
 from example_trainer.child_processes.run_keys import KEYS_FILE, SERVICE, VLLM, make_keys, read_keys
+from example_trainer.child_processes.vllm_flags import flag_value
 from example_trainer.launcher.command_line import LauncherError
 
 PARTS = ("service", "vllm", "environment", "trainer")
@@ -198,14 +200,18 @@ class Exit:
 
 
 class Records:
-    """The files of one run folder."""
+    """The files of one run folder.
+
+    A part whose file is gone, because the folder was removed under a living run, is found by its
+    keeper's command line.
+    """
 
     def __init__(self, run: Path) -> None:
         self.folder = run / FOLDER
 
     def exit_file(self, part: str) -> Path:
         """Where the keeper writes how the part ended."""
-        return self.folder / f"{part}.exit"
+        return self.folder / f"{part}{EXIT_SUFFIX}"
 
     def write(self, record: Record) -> None:
         """Keep a record; an earlier one of the same part is replaced."""
@@ -225,7 +231,7 @@ class Records:
             values: dict[str, Any] = json.loads(path.read_text())
             return Record(**{**values, "keeper": Identity(**values["keeper"])})
         except FileNotFoundError:
-            return None
+            return self.unrecorded().get(part)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise LauncherError(
                 f"{path} is not a record of a process ({error}): remove it if nothing of this run "
@@ -234,7 +240,36 @@ class Records:
 
     def parts(self) -> tuple[str, ...]:
         """The parts that were started and not stopped, in the order of a start."""
-        return in_order(file.stem for file in self.folder.glob("*.json") if kind_of(file.stem))
+        files = (file.stem for file in self.folder.glob("*.json") if kind_of(file.stem))
+        return in_order([*files, *self.unrecorded()])
+
+    def is_recorded(self, part: str) -> bool:
+        """Report if the part has its file."""
+        return (self.folder / f"{part}.json").exists()
+
+    def unrecorded(self) -> dict[str, Record]:
+        """Return the living parts of this run and user that have no file, by name."""
+        found = {}
+        folder = os.path.realpath(self.folder)
+        for entry in Path("/proc").glob("[0-9]*"):
+            words = command_of(int(entry.name))
+            # Python, its two flags, the guard, the file, the grace period, the command
+            if len(words) < 7 or os.path.basename(words[3]) != "guard.py":
+                continue
+            exit_file, grace, *command = words[4:]
+            part, suffix = os.path.splitext(os.path.basename(exit_file))
+            if suffix != EXIT_SUFFIX or not kind_of(part) or self.is_recorded(part):
+                continue
+            keeper, since = identify(int(entry.name)), started_at(int(entry.name))
+            if os.path.realpath(os.path.dirname(exit_file)) != folder or keeper is None:
+                continue
+            if since is None or not owner_is_me(keeper):
+                continue
+            log = next(iter(outputs_of(keeper.pid)), os.devnull)
+            port = int(flag_value(command, "--port") or 0)
+            ends = kind_of(part) in ("environment", "trainer")
+            found[part] = Record(part, keeper, since, log, port, float(grace), ends)
+        return found
 
     def exit_of(self, part: str) -> Exit | None:
         """Return the end of a part; None if it runs, or was killed together with its keeper."""
@@ -247,6 +282,15 @@ class Records:
         """Forget a part."""
         for path in (self.folder / f"{part}.json", self.exit_file(part)):
             path.unlink(missing_ok=True)
+
+
+def command_of(pid: int) -> list[str]:
+    """Return a process's command line, word by word; empty if it has ended or is a kernel thread."""
+    try:
+        line = Path("/proc", str(pid), "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+    return line.decode(errors="replace").split("\0")[:-1]
 
 
 def outputs_of(pid: int) -> set[str]:

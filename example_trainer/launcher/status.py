@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atroposlib.utils.processes import is_stopped
+from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.processes import (
     ERROR_LINE,
     describe_exit,
@@ -17,7 +20,9 @@ from example_trainer.child_processes.processes import (
     opener,
     tail,
 )
+from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.fleet import Fleet, look
+from example_trainer.launcher.options import RUN
 from example_trainer.launcher.records import KEYS_FILE, SERVICE, Record, Records, kind_of, read_keys
 
 PROBE_SECONDS = 5.0
@@ -29,7 +34,8 @@ class PartStatus:
 
     Attributes:
         part: its name.
-        state: `up`, `finished` (ended well, which this part may), `down`.
+        state: `up`, `stopped` (by a signal, until SIGCONT), `finished` (ended well, which this part
+            may), `down`.
         detail: health while it is up, else how it ended.
         good: nothing is wrong with it.
         pid: of the keeper; 0 if it is gone.
@@ -57,7 +63,9 @@ class Status:
         rows: one a part that was started.
         served: weight version that the first living vLLM server serves; None if it cannot be asked.
         step: the trainer's last step; None before the first.
+        step_at: Unix time of that step.
         queue: groups that wait in the rollout service; None if it cannot be asked.
+        refusing: the reason for which the rollout service refuses new groups; empty if it takes them.
         fleet: what every vLLM server serves.
         page: address on which a person sees the run; empty while the rollout service is down.
     """
@@ -65,14 +73,17 @@ class Status:
     rows: list[PartStatus] = field(default_factory=list)
     served: int | None = None
     step: int | None = None
+    step_at: float | None = None
     queue: int | None = None
+    refusing: str = ""
     fleet: Fleet = field(default_factory=Fleet)
     page: str = ""
 
     @property
     def good(self) -> bool:
         """Something was started, nothing is down or unwell, and no vLLM server is kept out."""
-        return bool(self.rows) and all(row.good for row in self.rows) and self.fleet.good
+        rows_are_good = bool(self.rows) and all(row.good for row in self.rows)
+        return rows_are_good and self.fleet.good and not self.refusing
 
     def to_json(self) -> dict[str, Any]:
         """For scripts."""
@@ -90,15 +101,20 @@ def collect(run: Path) -> Status:
     ports = {record.part: record.port for record in found if record.keeper.is_alive()}
     rows = [look_at(record, records) for record in found]
     servers = [port for part, port in ports.items() if kind_of(part) == "vllm"]
-    key, service, queue, page = read_keys(run).get(SERVICE, ""), "", None, ""
+    key, service, page = read_keys(run).get(SERVICE, ""), "", ""
+    queue, refusing = None, ""
     if "service" in ports:
         service = f"http://localhost:{ports['service']}"
-        queue, page = queue_size(service, key), f"{service}/ui"
+        page = f"{service}/ui"
+        queue, refusing = queue_of(service, key)
+    step, step_at = last_step(run / "trainer" / "metrics.jsonl")
     return Status(
         rows=rows,
         served=served_version([*servers, ports.get("trainer", 0)][0]),
-        step=last_step(run / "trainer" / "metrics.jsonl"),
+        step=step,
+        step_at=step_at,
         queue=queue,
+        refusing=refusing,
         fleet=look(service, key, [f"http://localhost:{port}" for port in servers]),
         page=page,
     )
@@ -111,6 +127,13 @@ def look_at(record: Record, records: Records) -> PartStatus:
     if record.keeper.is_alive():
         state, detail, pid = "up", health(record), record.keeper.pid
         good = detail in ("", "healthy")
+        if stopped := [one for one in (pid, *descendants(pid)) if is_stopped(one)]:
+            numbers = " ".join(map(str, stopped))
+            state, good = "stopped", False
+            detail = f"kill -CONT {numbers} lets it go on"
+        elif not records.is_recorded(record.part):
+            good = False
+            detail = f"the run's folder was removed; scripts/stop.sh ends it, log {record.log}"
     elif ended is None:
         state, detail = "down", "was killed, or the machine was restarted"
     else:
@@ -143,22 +166,26 @@ def served_version(port: int) -> int | None:
     return None
 
 
-def queue_size(service: str, key: str) -> int | None:
-    """Groups that wait in the rollout service."""
+def queue_of(service: str, key: str) -> tuple[int | None, str]:
+    """Return how many groups wait in the rollout service, and why it refuses more (empty: it does
+    not).
+    """
     try:
-        return int(get_json(f"{service}/status", PROBE_SECONDS, key)["queue_size"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+        answer = get_json(f"{service}/stats", PROBE_SECONDS, key)
+        store = answer.get("store") or {}
+        return int(answer["queue"]["groups"]), str(store.get("refusing_posts") or "")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None, ""
 
 
-def last_step(metrics: Path) -> int | None:
-    """The trainer's last step, from its metrics."""
+def last_step(metrics: Path) -> tuple[int | None, float | None]:
+    """Return the trainer's last step and its Unix time, from its metrics."""
     for line in reversed(tail(metrics, lines=2, columns=100_000)):
         try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
+            return int(json.loads(line)["step"]), metrics.stat().st_mtime
+        except (OSError, ValueError, KeyError, TypeError):
             continue  # being written at this moment
-    return None
+    return None, None
 
 
 def last_error(log: Path) -> str:
@@ -208,12 +235,21 @@ def table(status: Status, run: Path, now: float) -> str:
     lines = columns(rows)
     served = shown(status.served, "unknown")
     step, queue = shown(status.step, "none yet"), shown(status.queue, "unknown", " groups")
+    if status.step_at is not None:
+        step += f" at {clock(status.step_at, now)}"
     lines += fleet_table(status.fleet, now)
     lines += [
         "",
         f"weight version served {served}, trainer's last step {step}, queue {queue}",
         f"logs in {run}",
     ]
+    if status.refusing:
+        lines.append(f"the service refuses new groups: {status.refusing}")
+    if to_resume := [row.part for row in status.rows if row.state == "down"]:
+        options = "" if run == ROOT / RUN else f" --run {shlex.quote(str(run))}"
+        lines.append(
+            f"to start again what is down: scripts/start.sh{options} --resume {' '.join(to_resume)}"
+        )
     if status.page:
         lines.append(f"see the run at {status.page} (its key is {SERVICE} in {run / KEYS_FILE})")
     lines += [

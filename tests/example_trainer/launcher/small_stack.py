@@ -34,7 +34,9 @@ class Handler(BaseHTTPRequestHandler):
         table = run / "fleet.json"
         fleet = json.loads(table.read_text()) if table.exists() else dict(servers=[], wanted=[], published=None)
         fleet = json.dumps(dict(fleet, published_ago=time.time() - (fleet["published"] or 0)))
-        answers = {"/status": json.dumps({"queue_size": 5} if allowed else {}), "/fleet": fleet if allowed else "{}"}
+        refusing = (run / "refusing").read_text() if (run / "refusing").exists() else None
+        stats = {"queue": {"groups": 5}, "store": {"refusing_posts": refusing}}
+        answers = {"/stats": json.dumps(stats if allowed else {}), "/fleet": fleet if allowed else "{}"}
         answers |= {"/metrics": "lockstep_weight_version 3.0\\n", "/weights": json.dumps(weights())}
         body = answers.get(self.path, "{}").encode()
         self.send_response(200)

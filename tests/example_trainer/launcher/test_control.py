@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -102,8 +103,10 @@ def test_the_whole_stack_starts_shows_its_state_and_stops_in_order(run: Run) -> 
     status = collect(run.folder)
     assert status.good
     assert (status.served, status.step, status.queue) == (3, 4, 5)
-    shown = table(status, run.folder, time.time())
-    assert "weight version served 3, trainer's last step 4, queue 5 groups" in shown
+    os.utime(metrics, (1.0, time.time() - 600))
+    shown = table(collect(run.folder), run.folder, time.time())
+    assert "weight version served 3, trainer's last step 4 at " in shown
+    assert " (10 min), queue 5 groups" in shown
     assert "last error of environment: ValueError: a wrong answer" in shown
     assert f"see the run at http://localhost:{run.ports[0]}/ui " in shown
     assert f"{run.ports[1]}  healthy" in shown
@@ -263,6 +266,64 @@ def test_a_process_that_only_has_the_same_id_is_never_touched(
         assert Part(record, run.records, run.said.append).stop() >= 0
         assert stranger.poll() is None
         stranger.kill()
+
+
+def test_a_run_whose_folder_was_removed_is_shown_and_stopped(run: Run) -> None:
+    run.start("service", "environment")
+    pids = [pid for family in run.pids().values() for pid in family]
+    shutil.rmtree(run.folder)
+    status = collect(run.folder)
+    assert [(row.part, row.state, row.good) for row in status.rows] == [
+        ("service", "up", False),
+        ("environment", "up", False),
+    ]
+    shown = table(status, run.folder, time.time())
+    assert (
+        f"the run's folder was removed; scripts/stop.sh ends it, log {run.folder}/env.log" in shown
+    )
+    with pytest.raises(LauncherError, match=r"service runs already .* scripts/stop\.sh service"):
+        run.start("service")
+    run.said.clear()
+    assert stop_parts(run.folder, run.records.parts(), run.said.append)
+    assert alive(pids) == []
+    assert [line.split(" after ")[0] for line in run.said] == [
+        "environment  ended on SIGTERM",
+        "service      ended on SIGTERM",
+    ]
+    assert run.records.parts() == ()
+
+
+def test_a_part_that_a_signal_has_stopped_is_not_up(run: Run) -> None:
+    run.start("trainer")
+    _, child = run.pids()["trainer"]
+    os.kill(child, signal.SIGSTOP)
+    eventually(lambda: run.states() == {"trainer": "stopped"}, "it counts as up")
+    status = collect(run.folder)
+    assert not status.good
+    assert f"kill -CONT {child} lets it go on" in table(status, run.folder, time.time())
+    os.kill(child, signal.SIGCONT)
+    eventually(lambda: collect(run.folder).good, "it counts as stopped")
+
+
+def test_a_service_that_refuses_groups_is_not_well(run: Run) -> None:
+    run.start("service")
+    (run.folder / "refusing").write_text("1 MB is free on its disk")
+    status = collect(run.folder)
+    assert not status.good
+    shown = table(status, run.folder, time.time())
+    assert "the service refuses new groups: 1 MB is free on its disk" in shown
+
+
+def test_what_is_down_is_named_with_the_command_that_starts_it(run: Run) -> None:
+    run.start("service", "environment", "trainer")
+    for part in ("environment", "trainer"):
+        for pid in reversed(run.pids()[part]):
+            os.kill(pid, signal.SIGKILL)
+    eventually(lambda: run.states()["trainer"] == "down", "the trainer lives")
+    assert (
+        f"to start again what is down: scripts/start.sh --run {run.folder} --resume environment trainer"
+        in table(collect(run.folder), run.folder, time.time())
+    )
 
 
 def test_a_zombie_is_not_alive() -> None:
