@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 
 def report(text: str) -> None:
-    """One line about work that goes on even if nobody reads on: the reader of the pipe has ended, or
+    """One line about work that goes on without a reader: the reader of the pipe has ended, or
     the terminal is closed.
     """
     try:
