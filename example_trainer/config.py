@@ -285,7 +285,7 @@ class BatchOptions(Section):
         None,
         ge=1,
         description="tokens of one forward and backward pass, a longer sequence alone excepted; not given: what "
-        "memory allows, or 4096 for --deterministic with FSDP2",
+        "memory allows, or 4096 for --deterministic with FSDP2 or --share-prefixes",
     )
     share_prefixes: bool | None = Field(
         None,
@@ -956,11 +956,6 @@ class TrainerConfig(
         yield (
             self.deterministic and self.temperature != 1.0,
             f"--deterministic needs --temperature 1, which is {self.temperature:g}",
-        )
-        yield (
-            self.deterministic and bool(self.share_prefixes),
-            "--deterministic and --share-prefixes exclude each other: in which order the gradients of what is shared are "
-            "summed would depend on which rollouts share a pass; leave one of them out",
         )
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +20,25 @@ TILE = 64
 cannot depend on what a span is packed with."""
 NO_PARENT = -1
 
-TileTable = tuple[Tensor, Tensor, Tensor, Tensor]
-"""For each tile, [tiles] int32: its first token, its length, its span's first token, one past its
-span's last."""
+
+class Tiles(NamedTuple):
+    """The tiles of a packing, [tiles] int32 each.
+
+    Keys are numbered so that the keys of a span's own tokens have the tokens' numbers, and the keys
+    of the spans that it continues have the numbers before them.
+
+    Attributes:
+        starts, lengths: first token and number of tokens.
+        first_keys: number of the first key that the tile's span sees.
+        shifts: this plus the number of a key is its place in `Packing.key_rows`.
+        ends: one past the last token that sees the keys of the tile's span.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    first_keys: Tensor
+    shifts: Tensor
+    ends: Tensor
 
 
 class Packing:
@@ -94,6 +111,18 @@ class Packing:
         return any(parent != NO_PARENT for parent in self.parents)
 
     @cached_property
+    def nested(self) -> bool:
+        """Report if the spans that continue a span, directly or not, stand right behind it, so that
+        the tokens which see its keys have no others between them."""
+        for number, parent in enumerate(self.parents):
+            before = number - 1
+            while NO_PARENT < parent < before:
+                before = self.parents[before]
+            if NO_PARENT < parent != before:
+                return False
+        return True
+
+    @cached_property
     def positions(self) -> Tensor:
         """[tokens] int64, each token's place in its own sequence."""
         spans = zip(self._before, self.seen, strict=True)
@@ -110,15 +139,18 @@ class Packing:
         """[keys] int64: the tokens whose keys each span sees, span after span, in the order of
         their positions; the last ones are its own. None if no span continues another: each then
         sees its own, as they lie."""
-        if not self.shared:
-            return None
+        return self._sent(torch.cat(self.rows_seen)) if self.shared else None
+
+    @cached_property
+    def rows_seen(self) -> list[Tensor]:
+        """For each span [keys] int64 on the CPU, the tokens whose keys it sees; see `key_rows`."""
         own = [torch.arange(first, end) for first, end in self.spans()]
         rows: list[Tensor] = []
         for number, parent in enumerate(self.parents):
             rows.append(
                 own[number] if parent == NO_PARENT else torch.cat((rows[parent], own[number]))
             )
-        return self._sent(torch.cat(rows))
+        return rows
 
     @cached_property
     def cu_keys(self) -> Tensor:
@@ -142,10 +174,10 @@ class Packing:
         return sum(length * before + length * (length + 1) // 2 for before, length in pairs)
 
     @cached_property
-    def _tables(self) -> dict[int, TileTable]:
+    def _tables(self) -> dict[int, Tiles]:
         return {}
 
-    def tiles(self, size: int = TILE) -> TileTable:
+    def tiles(self, size: int = TILE) -> Tiles:
         """Tiles of `size` tokens; the last one of a span may be shorter."""
         if size not in self._tables:
             self._tables[size] = self._table(size)
@@ -155,16 +187,17 @@ class Packing:
         """First token of each span, and one past its last."""
         return list(zip(self.begins[:-1], self.begins[1:], strict=True))
 
-    def _table(self, size: int) -> TileTable:
-        rows = [
-            (start, min(size, end - start), begin, end)
-            for begin, end in self.spans()
-            for start in range(begin, end, size)
-        ]
-        starts, lengths, begins, ends = self._sent(
-            torch.tensor(rows, dtype=torch.int32).t().contiguous()
-        )
-        return starts, lengths, begins, ends
+    def _table(self, size: int) -> Tiles:
+        seen_until = list(self.begins[1:])
+        for number, parent in reversed(list(enumerate(self.parents))):
+            if parent != NO_PARENT:
+                seen_until[parent] = max(seen_until[parent], seen_until[number])
+        rows, keys = [], 0
+        for number, (begin, end) in enumerate(self.spans()):
+            keys += self.seen[number]
+            of_span = begin - self._before[number], keys - end, seen_until[number]
+            rows += [(start, min(size, end - start), *of_span) for start in range(begin, end, size)]
+        return Tiles(*self._sent(torch.tensor(rows, dtype=torch.int32).t().contiguous()))
 
     def _sent(self, values: Tensor) -> Tensor:
         """On the device.

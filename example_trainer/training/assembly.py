@@ -32,9 +32,9 @@ from example_trainer.process import StopSignal
 from example_trainer.training.checkpoints import checkpoint_prefix, load_state, make_checkpoints
 from example_trainer.training.memory_choice import choose_memory
 from example_trainer.training.model import (
-    choose_device,
     choose_dtype,
     decoder_maker,
+    device_for,
     fitted_to_model,
     make_model,
     make_reference,
@@ -68,7 +68,7 @@ def make_trainer(
         stack: closes the parts.
     """
     objective = begin_process(config)
-    device = choose_device(config.device, config.num_threads)
+    device = device_for(config)
     ranks = stack.enter_context(join_ranks(config.rank_timeout, device))
     refuse_ranks(config, ranks)
     observers = Observers(config, ranks, device, stack)

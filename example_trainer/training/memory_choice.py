@@ -375,10 +375,11 @@ def candidates(request: MemoryRequest, config: TrainerConfig, room: Room) -> lis
 def _chooses_tokens(request: MemoryRequest, config: TrainerConfig, room: Room) -> bool:
     """Return whether the memory decides how many tokens a microbatch has.
 
-    Deterministic ranks of FSDP2 add their gradients after each microbatch, so its size decides
-    bits, and the free memory must not.
+    Deterministic ranks of FSDP2 add their gradients after each microbatch, and rollouts that share
+    a prefix add theirs within one. The size of a microbatch then decides bits, and the free memory
+    must not.
     """
-    repeats = config.deterministic and request.sharded
+    repeats = config.deterministic and (request.sharded or request.share_prefixes)
     return config.tokens_per_microbatch is None and room.device.type == "cuda" and not repeats
 
 

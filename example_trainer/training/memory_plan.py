@@ -271,7 +271,8 @@ def layer_activation_bytes(
         MLP              3 · s · I               4 · s · I               gate and up (2), their product; silu(gate)
 
     Spans that share prefixes have the keys and values that they see laid out again, in place of the
-    keys: SEEN_PER_TOKEN for each token, which is as many as packing lets them see.
+    keys: SEEN_PER_TOKEN for each token, which is as many as packing lets them see. The invariant
+    table makes them again in the backward pass, when what the MLP kept is gone.
 
     A norm behind a step keeps its input alone. The fast table also keeps the inputs of a norm over
     all heads, and gelu(gate).
@@ -292,7 +293,7 @@ def layer_activation_bytes(
         + s * g.q_size
         + FLOAT32 * g.num_heads
     )
-    if share_prefixes:
+    if share_prefixes and table != "invariant":
         total += s * (2 * SEEN_PER_TOKEN - 1) * g.kv_size
     if table == "reference":
         total += _reference_bytes(g, s, bool(lora), frozenset(targets), sparse)

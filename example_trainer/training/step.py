@@ -409,7 +409,7 @@ def response_logprobs(
     """Logprob and entropy ([n] float32 each) at the trained tokens; only these are projected to the
     vocabulary.
     """
-    hidden = model.arithmetic.ops.rows(model(bin.tokens, packing), bin.sources)
+    hidden = model.arithmetic.ops.rows(model(bin.tokens, packing), bin.sources, packing)
     return model.chosen_logprobs(
         hidden,
         bin.targets,
@@ -432,7 +432,7 @@ def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> No
     packing = Packing([length] * 3, device, parents)
     tokens = torch.zeros(packing.tokens, dtype=torch.int64, device=device)
     hidden = model.arithmetic.ops.rows(
-        model(tokens, packing), torch.arange(packing.tokens, device=device)
+        model(tokens, packing), torch.arange(packing.tokens, device=device), packing
     )
     counts = Packing([packing.tokens], device)
     temperatures = torch.full(tokens.shape, config.temperature, device=device)

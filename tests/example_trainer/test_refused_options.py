@@ -150,9 +150,6 @@ REFUSED = {
     "--deterministic --weight-bridge-mode shared_vllm --temperature 0.7": (
         "--deterministic needs --temperature 1, which is 0.7"
     ),
-    "--deterministic --weight-bridge-mode shared_vllm --share-prefixes": (
-        "--deterministic and --share-prefixes exclude each other"
-    ),
     # turns on one GPU
     "--colocate --max-staleness 1": "--colocate needs --max-staleness 0, which is",
     "--colocate --weight-bridge-mode lora_only": (

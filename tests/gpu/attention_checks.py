@@ -92,7 +92,7 @@ def close_to_float64(backward: Backward, heads: Heads, lengths: Sequence[int]) -
     for one in drawn:
         upstream, q, k, v = (part.double() for part in one.tensors[:4])
         leaves = [part.requires_grad_() for part in (q, k, v)]
-        out, _ = attention_formula(*leaves, [len(q)], heads.scale)
+        out, _ = attention_formula(*leaves, Packing([len(q)], heads.device), heads.scale)
         for found, gradient in zip(
             expected, torch.autograd.grad(out, leaves, upstream), strict=True
         ):

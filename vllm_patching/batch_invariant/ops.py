@@ -382,6 +382,22 @@ def mix(
     return Mixed(stacked, inner, assigned)
 
 
+class SeenKeys(NamedTuple):
+    """The keys that packed sequences see where some continue others.
+
+    Attributes:
+        rows: [keys] int64, the tokens whose keys each sequence sees, sequence after sequence, in
+            the order of their positions. The last ones are the sequence's own.
+        cu: [sequences + 1] int32, where the keys of each sequence begin in `rows`, and the end of
+            the last.
+        longest: the most keys of a sequence.
+    """
+
+    rows: torch.Tensor
+    cu: torch.Tensor
+    longest: int
+
+
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -389,9 +405,14 @@ def attention_varlen(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     scale: float,
+    shared: SeenKeys | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within each of the packed sequences, in the bits of vLLM's prefill and
     decode.
+
+    A sequence that continues others has the bits of one that holds their tokens too. For vLLM's
+    kernel it is a request whose first tokens are in the cache: the last query sees all keys, the
+    one before it all but one, and so on.
 
     Keys and values are laid out in pages as vLLM's cache has them, because FlashAttention chooses
     its tiles by that.
@@ -402,16 +423,21 @@ def attention_varlen(
             the last.
         max_seqlen: of the longest sequence.
         scale: of the products of queries and keys.
+        shared: the keys that each sequence sees; not given: its own.
 
     Returns:
         ([tokens, heads, dim] in q's dtype, log of the sum of exponentials [heads, tokens] float32)
     """
     if not q.is_cuda:
-        return reference.attention_varlen(q, k, v, cu_seqlens, scale)
-    plan = page_plan(cu_seqlens, q.shape[0], max_seqlen)
+        return reference.attention_varlen(q, k, v, cu_seqlens, scale, shared)
+    if shared is None:
+        plan, longest = page_plan(cu_seqlens, len(k), max_seqlen), max_seqlen
+    else:
+        k, v = k.index_select(0, shared.rows), v.index_select(0, shared.rows)
+        plan, longest = page_plan(shared.cu, len(k), shared.longest), shared.longest
     keys, values = plan.lay_out(k, v)
     return attention_paged(
-        q, keys, values, cu_seqlens, max_seqlen, plan.lengths, max_seqlen, plan.block_table, scale
+        q, keys, values, cu_seqlens, max_seqlen, plan.lengths, longest, plan.block_table, scale
     )
 
 

@@ -9,7 +9,13 @@ Any floating dtype.
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from vllm_patching.batch_invariant.ops import SeenKeys
 
 _SHORT = 16
 """Columns that linear adds before it adds their sum to the others."""
@@ -128,7 +134,12 @@ def weighted_sum(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
 
 
 def attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    shared: SeenKeys | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ops.attention_varlen.
 
@@ -136,13 +147,18 @@ def attention_varlen(
     """
     group = q.shape[1] // k.shape[1]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q[:0]).dtype)
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+    bounds = cu_seqlens
+    if shared is not None:
+        k, v, bounds = k[shared.rows], v[shared.rows], shared.cu
+    for (start, end), (first, last) in zip(
+        pairwise(cu_seqlens.tolist()), pairwise(bounds.tolist()), strict=True
+    ):
         keys = (
-            _wide(k[start:end]).repeat_interleave(group, dim=1).transpose(0, 1).contiguous()
+            _wide(k[first:last]).repeat_interleave(group, dim=1).transpose(0, 1).contiguous()
         )  # [heads, keys, dim]
-        values = _wide(v[start:end]).repeat_interleave(group, dim=1).transpose(0, 1).contiguous()
+        values = _wide(v[first:last]).repeat_interleave(group, dim=1).transpose(0, 1).contiguous()
         for token in range(start, end):
-            seen = token - start + 1
+            seen = last - first - (end - token) + 1
             scores = (keys[:, :seen] * _wide(q[token]).unsqueeze(1)).sum(
                 -1
             ) * scale  # [heads, seen]

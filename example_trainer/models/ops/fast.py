@@ -390,7 +390,7 @@ class _Rows(torch.autograd.Function):
         return _added_rows(dy, rows, ctx.count), None
 
 
-def rows(x: Tensor, rows: Tensor) -> Tensor:
+def rows(x: Tensor, rows: Tensor, packing: Packing | None = None) -> Tensor:
     """See Operations.rows."""
     chosen: Tensor = _Rows.apply(x, rows)
     return chosen

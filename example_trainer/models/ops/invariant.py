@@ -2,8 +2,9 @@
 sum in a fixed order.
 
 With totals, the sum over a step's tokens is taken in the order of the tokens, with one rounding at
-the end, however the tokens were spread over passes. Spans that continue others are refused: in
-which order a prompt's gradients were added would depend on which of its responses share a bin.
+the end, however the tokens were spread over passes. Where spans continue others, the outputs have
+the bits of whole sequences. The gradients of what spans share are added in the order of the spans
+in their bin. So they repeat with equal bins, and whole sequences have gradients of other bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from example_trainer.errors import ModelError
 from example_trainer.models.head import check_temperature
 from example_trainer.models.ops import mixture, torch_gradients
 from example_trainer.models.packing import TILE, Packing
-from example_trainer.models.shards import Split, Total, deliver
+from example_trainer.models.shards import Split, Total, deliver, wide
 from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant.plan import SumPlan
 from vllm_patching.weights.families import Geometry
@@ -366,7 +367,11 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
     ) -> Tensor:
-        out, lse = ops.attention_varlen(q, k, v, packing.cu_seqlens, packing.max_length, scale)
+        rows = packing.key_rows
+        shared = None if rows is None else ops.SeenKeys(rows, packing.cu_keys, packing.longest)
+        out, lse = ops.attention_varlen(
+            q, k, v, packing.cu_seqlens, packing.max_length, scale, shared
+        )
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packing, ctx.scale = packing, scale
         return out
@@ -385,10 +390,10 @@ def attention(
     """See Operations.attention."""
     if window is not None:
         raise ValueError("the invariant operations have no sliding window; use another table")
-    if packing.shared:
+    if not packing.nested:
         raise ValueError(
-            "the invariant operations take no spans that continue others: the order in which a prompt's gradients are added "
-            "would depend on which responses share a bin; pack without shared prefixes (--no-share-prefixes)"
+            f"parents {list(packing.parents)}: the invariant operations add the gradients of a span's "
+            "keys in one walk; pack each span right behind the spans that it continues"
         )
     out: Tensor = Attention.apply(q, k, v, packing, scale)
     return out
@@ -417,24 +422,29 @@ def embedding(ids: Tensor, weight: Tensor, total: Total | None = None) -> Tensor
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, repeated: bool) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.shape = x.shape
+        ctx.shape, ctx.repeated = x.shape, repeated
         return x.index_select(0, rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (rows,) = ctx.saved_tensors
-        return dy.new_zeros(ctx.shape).index_copy_(0, rows, dy), None
+        if not ctx.repeated:
+            return dy.new_zeros(ctx.shape).index_copy_(0, rows, dy), None, None
+        total = wide(dy[:0]).new_zeros(ctx.shape)
+        gradients_for(dy).add_embedding_gradient(dy, rows, total)
+        return total.to(dy.dtype), None, None
 
 
-def rows(x: Tensor, rows: Tensor) -> Tensor:
+def rows(x: Tensor, rows: Tensor, packing: Packing | None = None) -> Tensor:
     """See Operations.rows.
 
-    No row twice: the gradient is copied back; torch's own would add it atomically.
+    A row that is chosen once has its gradient copied back. The gradients of a row that is chosen
+    several times are added in the order of the choices; torch's own would add them atomically.
     """
-    chosen: Tensor = _Rows.apply(x, rows)
+    chosen: Tensor = _Rows.apply(x, rows, packing is not None and packing.shared)
     return chosen
 
 

@@ -326,7 +326,7 @@ def _total_of_expert(total: Total | None, expert: int) -> Total | None:
     return None if total is None else lambda: total()[expert]
 
 
-def rows(x: Tensor, rows: Tensor) -> Tensor:
+def rows(x: Tensor, rows: Tensor, packing: Packing | None = None) -> Tensor:
     """See Operations.rows."""
     return x.index_select(0, rows)
 

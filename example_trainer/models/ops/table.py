@@ -136,8 +136,8 @@ class Operations(Protocol):
             window: a query sees the newest so many positions, its own included; None: all.
 
         Raises:
-            ValueError: spans continue others, or there is a window, and this table has no such
-                attention.
+            ValueError: this table has no attention for a window, or for spans that continue
+                others as these do.
         """
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
@@ -191,9 +191,12 @@ class Operations(Protocol):
                 `split` has several ranks.
         """
 
-    def rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x[rows] of x [tokens, width]; a row may be chosen several times only where spans continue
-        others.
+    def rows(self, x: Tensor, rows: Tensor, packing: Packing | None = None) -> Tensor:
+        """x[rows] of x [tokens, width].
+
+        Args:
+            packing: of x. A row may be chosen several times only if spans continue others in it;
+                not given: none do.
         """
 
     def chosen_logprobs(

@@ -175,50 +175,60 @@ def attention_backward(
     """Gradients of causal attention over packed sequences; the weights of a block of queries are
     made again from `lse`.
 
+    The gradients of keys that several spans see are added in the order of the spans.
+
     Args:
         upstream, out: [tokens, heads, width] gradient of the output, and the output.
         q: [tokens, heads, width]; k, v: [tokens, kv_heads, width].
         lse: [heads, tokens] natural logarithm of each query's softmax denominator.
-        packing: the sequences.
+        packing: the spans.
         scale: factor of the scores.
 
     Returns:
         dq, dk, dv in the inputs' dtypes.
     """
-    heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    for start, end in packing.spans():
-        length = end - start
-        # [kv_heads, queries of the group's heads or keys, width]
-        grouped = (kv_heads, heads // kv_heads, length, width)
-        queries, slopes, outputs = (
-            _copy(part[start:end].transpose(0, 1)).view(grouped) for part in (q, upstream, out)
+    dq, (dk, dv) = torch.empty_like(q), (torch.zeros_like(wide(part)) for part in (k, v))
+    for (start, end), seen in zip(packing.spans(), packing.rows_seen, strict=True):
+        rows, keys = slice(start, end), seen.to(k.device)
+        dq[rows], of_keys, of_values = _span_gradient(
+            upstream[rows], q[rows], out[rows], k[keys], v[keys], lse[:, rows], scale
         )
-        keys, values = (_copy(part[start:end].transpose(0, 1)) for part in (k, v))
-        denominators = _copy(lse[:, start:end]).view(grouped[:3])
-        delta = (slopes * outputs).sum(-1)
-        query_total = torch.empty_like(queries)
-        key_total, value_total = torch.zeros_like(keys), torch.zeros_like(values)
-        for head in range(heads // kv_heads):
-            for first in range(0, length, _BLOCK):
-                rows, seen = (
-                    slice(first, min(first + _BLOCK, length)),
-                    slice(0, min(first + _BLOCK, length)),
-                )
-                block, slope = (
-                    queries[:, head, rows].contiguous(),
-                    slopes[:, head, rows].contiguous(),
-                )
-                scores = torch.einsum("hqd,hkd->hqk", block, keys[:, seen]) * scale
-                chance = torch.exp(scores - denominators[:, head, rows, None])
-                query, key = torch.arange(length)[rows], torch.arange(length)[seen]
-                chance = chance.masked_fill((key[None, :] > query[:, None]).to(chance.device), 0)
-                value_total[:, seen] += torch.einsum("hqk,hqd->hkd", chance, slope)
-                step = torch.einsum("hqd,hkd->hqk", slope, values[:, seen])
-                step = chance * (step - delta[:, head, rows, None]) * scale
-                query_total[:, head, rows] = torch.einsum("hqk,hkd->hqd", step, keys[:, seen])
-                key_total[:, seen] += torch.einsum("hqk,hqd->hkd", step, block)
-        dq[start:end] = query_total.view(heads, length, width).transpose(0, 1).to(q.dtype)
-        dk[start:end] = key_total.transpose(0, 1).to(k.dtype)
-        dv[start:end] = value_total.transpose(0, 1).to(v.dtype)
-    return dq, dk, dv
+        dk[keys] += of_keys
+        dv[keys] += of_values
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _span_gradient(
+    upstream: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, in the dtype of q, and wide dk and dv of the last queries of a sequence; see
+    attention_backward.
+    """
+    length, heads, width = q.shape
+    kv_heads, before = k.shape[1], len(k) - length
+    # [kv_heads, queries of the group's heads or keys, width]
+    grouped = (kv_heads, heads // kv_heads, length, width)
+    queries, slopes, outputs = (
+        _copy(part.transpose(0, 1)).view(grouped) for part in (q, upstream, out)
+    )
+    keys, values = (_copy(part.transpose(0, 1)) for part in (k, v))
+    denominators = _copy(lse).view(grouped[:3])
+    delta = (slopes * outputs).sum(-1)
+    query_total = torch.empty_like(queries)
+    key_total, value_total = torch.zeros_like(keys), torch.zeros_like(values)
+    for head in range(heads // kv_heads):
+        for first in range(0, length, _BLOCK):
+            rows = slice(first, min(first + _BLOCK, length))
+            seen = slice(0, before + rows.stop)
+            block, slope = queries[:, head, rows].contiguous(), slopes[:, head, rows].contiguous()
+            scores = torch.einsum("hqd,hkd->hqk", block, keys[:, seen]) * scale
+            chance = torch.exp(scores - denominators[:, head, rows, None])
+            query, key = torch.arange(before, len(k))[rows], torch.arange(len(k))[seen]
+            chance = chance.masked_fill((key[None, :] > query[:, None]).to(chance.device), 0)
+            value_total[:, seen] += torch.einsum("hqk,hqd->hkd", chance, slope)
+            step = torch.einsum("hqd,hkd->hqk", slope, values[:, seen])
+            step = chance * (step - delta[:, head, rows, None]) * scale
+            query_total[:, head, rows] = torch.einsum("hqk,hkd->hqd", step, keys[:, seen])
+            key_total[:, seen] += torch.einsum("hqk,hqd->hkd", step, block)
+    dq = query_total.view(heads, length, width).transpose(0, 1).to(q.dtype)
+    return dq, key_total.transpose(0, 1), value_total.transpose(0, 1)

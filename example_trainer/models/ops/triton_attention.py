@@ -1,12 +1,16 @@
 """Triton kernels of the attention's backward pass: causal, packed sequences, every sum in an order
 that is fixed.
 
+Where spans continue others, `dq` is summed over copies of the keys that each span sees, which lie
+one after the other. The tokens that see a span's keys follow it in the packing (`Packing.nested`),
+so that `dk` and `dv` are summed over all of them in the order in which they lie.
+
 The probabilities are made again, block by block, from the logarithms of the softmax's denominators
 that the forward pass kept (FlashAttention-2, arXiv:2307.08691, section 3.1.2), and nothing is added
 atomically: one program owns each block of `dq`, and one each block of `dk` and `dv`, which it sums
 over the query heads that share the key head. Blocks are counted from the beginning of each
-sequence, so that the bits of a gradient do not depend on what a sequence is packed with. For the
-same reason numbers that depend on the packing are kept from choosing another compilation
+span, so that the bits of a gradient do not depend on what a sequence that shares nothing is packed
+with. For the same reason numbers that depend on the packing are kept from choosing another compilation
 (`do_not_specialize`).
 """
 
@@ -37,16 +41,20 @@ def _row_dots(a, b, out, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _query_gradient(
-    q, k, v, do, lse, delta, dq, tile_starts, tile_lengths, tile_begins, scale, tokens, heads, kv_heads, group,
-    stride_q, stride_k, stride_v, WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, do, lse, delta, dq, tile_starts, tile_lengths, tile_first_keys, tile_shifts, scale, tokens, heads,
+    kv_heads, group, stride_q, stride_k, stride_v, WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries of one head; walks over the keys from the sequence's first."""
+    """dq of one tile of queries of one head; walks over the keys from the sequence's first. k and v
+    are of the keys that each span sees; see Tiles for their numbers and places.
+    """
     tile = tl.program_id(0)
     head = tl.program_id(1)
     kv_head = head // group
     start = tl.load(tile_starts + tile)
     end = start + tl.load(tile_lengths + tile)
-    begin = tl.load(tile_begins + tile)
+    begin = tl.load(tile_first_keys + tile)
+    shift = tl.load(tile_shifts + tile)
     row = start + tl.arange(0, QUERIES)
     column = tl.arange(0, PADDED)
     live = row < end
@@ -65,7 +73,7 @@ def _query_gradient(
     for first in range(begin, end, KEYS):
         key = first + tl.arange(0, KEYS)
         key_mask = (key < end)[:, None] & in_head[None, :]
-        key_at = key.to(tl.int64)[:, None]
+        key_at = (key + shift).to(tl.int64)[:, None]
         keys = tl.load(
             k + key_at * stride_k + kv_head * WIDTH + column[None, :], mask=key_mask, other=0.0
         )
@@ -87,7 +95,7 @@ def _key_value_gradient(
     stride_q, stride_k, stride_v, WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys of one key head; walks over its query heads, and in each over
-    the queries behind it.
+    the queries behind it, of its own span and then of the spans that continue it.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -190,7 +198,7 @@ def attention_backward(
         q: [tokens, heads, width]; k, v: [tokens, kv_heads, width]. Tokens may be strided, the rest
             is contiguous.
         lse: [heads, tokens] float32, natural logarithm of each query's softmax denominator.
-        packing: the sequences.
+        packing: the spans; nested.
         scale: factor of the scores.
         blocks: of dq, and of dk and dv; not given: `attention_blocks`.
 
@@ -205,17 +213,19 @@ def attention_backward(
     delta = _dots(out, upstream, padded)
     dq, dk, dv = (torch.empty(part.shape, dtype=q.dtype, device=q.device) for part in (q, k, v))
     by_queries, by_keys = blocks or attention_blocks(q.dtype, padded)
-    strides = (q.stride(0), k.stride(0), v.stride(0))
-    common = (scale, tokens, heads, kv_heads, heads // kv_heads, *strides, width, padded)
-    inputs = (q, k, v, upstream, lse, delta)
-    starts, lengths, begins, _ = packing.tiles(by_queries.queries)
-    _query_gradient[(len(starts), heads)](
-        *inputs, dq, starts, lengths, begins, *common, **by_queries.options()
-    )
-    starts, lengths, _, ends = packing.tiles(by_keys.keys)
-    _key_value_gradient[(len(starts), kv_heads)](
-        *inputs, dk, dv, starts, lengths, ends, *common, **by_keys.options()
-    )
+    sizes = (scale, tokens, heads, kv_heads, heads // kv_heads, q.stride(0))
+    tiles = packing.tiles(by_queries.queries)
+    rows = packing.key_rows
+    seen = (k, v) if rows is None else (k.index_select(0, rows), v.index_select(0, rows))
+    _query_gradient[(len(tiles.starts), heads)](
+        q, *seen, upstream, lse, delta, dq, tiles.starts, tiles.lengths, tiles.first_keys, tiles.shifts,
+        *sizes, seen[0].stride(0), seen[1].stride(0), width, padded, **by_queries.options(),
+    )  # fmt: skip
+    tiles = packing.tiles(by_keys.keys)
+    _key_value_gradient[(len(tiles.starts), kv_heads)](
+        q, k, v, upstream, lse, delta, dk, dv, tiles.starts, tiles.lengths, tiles.ends,
+        *sizes, k.stride(0), v.stride(0), width, padded, **by_keys.options(),
+    )  # fmt: skip
     return dq, dk, dv
 
 

@@ -397,7 +397,7 @@ def add_weight_gradient(
         major = torch.cuda.get_device_capability(dy.device)[0] if dy.is_cuda else 0
         blocks = weight_blocks(dy.dtype, major, outputs, inputs)
     rows = TILE // 2 if dy.dtype == torch.float32 else TILE
-    starts, lengths, _, _ = packing.tiles(rows)
+    starts, lengths = packing.tiles(rows)[:2]
     if not len(starts):
         return
     _weight_gradient[(blocks.count(outputs, inputs),)](
@@ -423,7 +423,7 @@ def add_row_sums(
     """
     dy = dy.contiguous()
     width = dy.shape[1]
-    starts, lengths, _, _ = packing.tiles()
+    starts, lengths = packing.tiles()[:2]
     partial = torch.empty((len(starts), width), dtype=torch.float32, device=dy.device)
     scaled = x is not None and inverse is not None
     _tile_sums[(len(starts), triton.cdiv(width, 128))](

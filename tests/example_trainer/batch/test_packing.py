@@ -173,6 +173,7 @@ def test_bins_keep_to_their_budget(batch: Batch, budget: int, ranks: int, share:
         one for share_of_rank in pack(batch, budget, ranks, share) for one in share_of_rank
     ):
         assert len(one.tokens) == int(one.lengths.sum())
+        assert one.packing().nested, "deterministic attention needs it"
         assert len(one.tokens) <= budget or len(one.counts) == 1 or one.empty
         rows = one.packing().key_rows  # what attention lays keys and values out by
         keys = len(one.tokens) if rows is None else len(rows)

@@ -43,7 +43,7 @@ def main() -> int:
     for label, shape in chosen.items():
         for dtype in (torch.bfloat16, torch.float32):
             for name in INVARIANT_CASES:
-                if device != "cpu" and name == "attention" and dtype == torch.float32:
+                if device != "cpu" and name.startswith("attention") and dtype == torch.float32:
                     print(
                         f"-- {label} {name} float32: the GPU's kernel takes 16 bits only; see tests/gpu"
                     )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from example_trainer.models.ops import Operations, invariant
-from example_trainer.models.packing import Packing
+from example_trainer.models.packing import NO_PARENT, Packing
 from example_trainer.models.shards import Split
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
@@ -246,38 +246,57 @@ def heads_case(d: Draws, ops: Operations) -> Case:
     return Case(inputs, ours, formula)
 
 
+def shared_spans(lengths: Sequence[int], device: str) -> Packing:
+    """Pack spans in trees of four: the second and the fourth span continue the first, and the third
+    continues the second.
+    """
+    parents = [
+        (NO_PARENT, number - 1, number - 1, number - 3)[number % 4]
+        for number in range(len(lengths))
+    ]
+    return Packing(lengths, device, parents)
+
+
 def attention_formula(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output and log-denominators of the softmax, by the definition."""
     group = q.shape[1] // k.shape[1]
     outs, denominators = [], []
-    for rows, keys, values in zip(
-        q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True
-    ):
-        keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
+    for rows, seen in zip(q.split(packing.lengths), packing.rows_seen, strict=True):
+        keys, values = (part[seen].repeat_interleave(group, dim=1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", rows, keys) * scale
-        mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
+        mask = mask.triu(1 + len(seen) - len(rows))
         scores = scores.masked_fill(mask, float("-inf"))
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
         denominators.append(scores.logsumexp(-1))
     return torch.cat(outs), torch.cat(denominators, dim=1)
 
 
-def attention_case(d: Draws, ops: Operations) -> Case:
+def attention_case(d: Draws, ops: Operations, shared: bool = False) -> Case:
     """Queries, keys and values as views on wider rows, as the merged projection gives them."""
     s, scale = d.sizes, d.sizes.head_dim**-0.5
+    packing = shared_spans(s.lengths, d.device) if shared else d.packing
     inputs = {"qkv": d.normal(s.tokens, (s.heads + 2 * s.kv_heads) * s.head_dim)}
 
     def formula(qkv: Tensor) -> Tensor:
         q, k, v = _split_heads(qkv, s)
-        return attention_formula(q, k, v, s.lengths, scale)[0]
+        return attention_formula(q, k, v, packing, scale)[0]
 
     def ours(qkv: Tensor) -> Tensor:
         q, k, v = _split_heads(qkv, s)
-        return ops.attention(q, k, v, d.packing, scale)
+        return ops.attention(q, k, v, packing, scale)
 
     return Case(inputs, ours, formula)
+
+
+def rows_case(d: Draws, ops: Operations) -> Case:
+    """Rows of shared spans; some are chosen several times."""
+    packing = shared_spans([d.sizes.tokens, 1], d.device)
+    chosen = d.ids(2 * packing.tokens, bound=packing.tokens)
+    inputs = {"x": d.normal(packing.tokens, d.sizes.hidden)}
+    return Case(inputs, lambda x: ops.rows(x, chosen, packing), lambda x: x[chosen])
 
 
 def embedding_case(d: Draws, ops: Operations) -> Case:
@@ -399,6 +418,8 @@ CASES: dict[str, Callable[[Draws, Operations], Case]] = {
     "heads": heads_case,
     "silu_and_mul": silu_case,
     "attention": attention_case,
+    "attention of shared spans": partial(attention_case, shared=True),
+    "rows": rows_case,
     "embedding": embedding_case,
     "chosen_logprobs": chosen_logprobs_case,
     "chosen_logprobs with entropy": entropy_case,

@@ -3,7 +3,7 @@ of the whole model.
 
 FORKED_RANKS=N python -m tests.forked_ranks layout_worker.py KIND FOLDER STEPS [FAULT]
     KIND: fsdp, experts (each two ranks share a layer's) or tensor_parallel, with the number of
-        vLLM's ranks behind it
+        vLLM's ranks behind it; after "shared_" rollouts share prefixes
     LAYOUT_DEVICE=cuda: on GPUs, one for each rank
     FAULT: kill: rank 1 kills itself; bit: a logprob is wrong; none, and STEPS 0: look at gradients
 """
@@ -44,6 +44,7 @@ from vllm_patching.batch_invariant.settings import enable_settings
 DTYPE = torch.bfloat16
 ON_GPU = os.environ.get("LAYOUT_DEVICE") == "cuda"
 SEQUENCES, TOKENS = 4, 60
+SHARING_TOKENS = 150
 if ON_GPU:
     SEQUENCES, TOKENS = 64, 1000
 SAVED = 1
@@ -60,7 +61,8 @@ class Spread:
     def __init__(
         self, ranks: Ranks, kind: str, folder: Path, dtype: torch.dtype = DTYPE, **options: object
     ) -> None:
-        kind, plan = kind[:-1], SumPlan(int(kind[-1]))
+        self.shares = kind.startswith("shared_")
+        kind, plan = kind.removeprefix("shared_")[:-1], SumPlan(int(kind[-1]))
         layouts: dict[str, dict[str, object]] = {
             "fsdp": {},
             "experts": {"expert_parallel": 2},
@@ -89,19 +91,21 @@ class Spread:
         for name, parameter in self.sampler.named_parameters():
             with torch.no_grad():
                 parameter.copy_(masters[name])
-        return rollouts(self.sampler, self.optimizer.steps, self.optimizer.steps, SEQUENCES)
+        step = self.optimizer.steps
+        return rollouts(self.sampler, step, step, SEQUENCES, self.shares)
 
     def bins(self, batch: Batch) -> list[list[PackedBin]]:
         """Each rank's bins."""
         split = self.model.split.size > 1
         (packed,) = pack_batch(
             batch,
-            tokens_per_bin=TOKENS,
+            tokens_per_bin=max(TOKENS, SHARING_TOKENS * self.shares),
             ranks=1 if split else self.ranks.world_size,
             normalisation="token",
             max_tokens=128,
-            share_prefixes=False,
+            share_prefixes=self.shares,
         )
+        assert self.shares == any(one.packing().shared for mine in packed for one in mine)
         packed = [[one.to(self.optimizer.device) for one in mine] for mine in packed]
         return packed * self.ranks.world_size if split else packed
 
@@ -162,7 +166,7 @@ def check_gradients(ranks: Ranks, kind: str, folder: Path) -> None:
         BatchGradients(
             model, optimizer, [mine], options, objective, StopSignal(), parity=parity
         ).accumulate(0)
-    assert bool(reduced) == (not kind.startswith("tensor")), "FSDP2 adds in an order of its own"
+    assert bool(reduced) == ("tensor" not in kind), "FSDP2 adds in an order of its own"
     expected, gradients = alone.gradients(), spread.optimizer.gradients()
     assert gradients.keys() == expected.keys()
     spread.model.shards.complete(gradients)

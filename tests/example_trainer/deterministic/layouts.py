@@ -43,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def write_model(folder: Path, name: str) -> None:
     """Write a model with random weights in bf16, with the name `model`."""
-    described = MODELS[name] | {"max_position_embeddings": 128}
+    described = MODELS[name] | {"max_position_embeddings": 256}
     model = decoder_for("cpu", 3, Geometry.from_config(described)).to(torch.bfloat16)
     save_model(model, folder / "model")
     (folder / "model" / "config.json").write_text(json.dumps(described))

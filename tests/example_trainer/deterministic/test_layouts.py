@@ -32,7 +32,12 @@ def run(
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("kind", "ranks", "name"),
-    [("fsdp1", 3, "untied"), ("tensor_parallel2", 2, "untied"), ("experts1", 2, "mixture")],
+    [
+        ("fsdp1", 3, "untied"),
+        ("tensor_parallel2", 2, "untied"),
+        ("experts1", 2, "mixture"),
+        ("shared_fsdp2", 2, "untied"),
+    ],
 )
 def test_a_killed_run_has_the_bits_of_one_that_was_not(
     kind: str, ranks: int, name: str, processes: Processes, tmp_path: Path
@@ -71,6 +76,8 @@ def test_one_bit_of_one_rank_stops_all_with_one_error(
         ("fsdp1", 2, "mixture"),
         ("experts1", 4, "mixture"),
         ("tensor_parallel2", 2, "mixture"),
+        ("shared_fsdp1", 2, "mixture"),
+        ("shared_tensor_parallel2", 2, "untied"),
     ],
 )
 def test_gradients_are_those_of_one_rank(

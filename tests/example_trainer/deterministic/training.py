@@ -67,9 +67,18 @@ def summed_gradients(model: Decoder, sequences: Sequence[Tensor], size: int) -> 
     return sums.take()
 
 
-def rollouts(model: Decoder, seed: int, version: int, count: int = 6) -> Batch:
-    """Sequences of made-up tokens with the logprobs that `model` gives them: what an exact sampler
-    would have sent.
+PROMPT = 36
+"""Tokens of a prompt that the rollouts of a group share: as many as packing shares in groups of two."""
+
+
+def rollouts(
+    model: Decoder, seed: int, version: int, count: int = 6, shared: bool = False
+) -> Batch:
+    """Sequences of made-up tokens with the logprobs that `model` gives them, each alone: what an
+    exact sampler would have sent.
+
+    Args:
+        shared: two rollouts each form a group, and begin with its prompt of PROMPT tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     sequences = []
@@ -77,6 +86,10 @@ def rollouts(model: Decoder, seed: int, version: int, count: int = 6) -> Batch:
         longest = 100 if number == 1 else 20  # one of more than a tile
         length, prompt = int(torch.randint(longest - 15, longest, (1,), generator=generator)), 2
         tokens = torch.randint(0, model.geometry.vocab_size, (length,), generator=generator)
+        if shared:
+            begun = torch.Generator().manual_seed(1000 * seed + number // 2)
+            common = torch.randint(0, model.geometry.vocab_size, (PROMPT,), generator=begun)
+            length, prompt, tokens = length + PROMPT, PROMPT, torch.cat((common, tokens))
         device = model.output_weight.device
         there = tokens.to(device)
         with torch.no_grad():
@@ -110,28 +123,30 @@ def config(folder: Path, **changes: object) -> TrainerConfig:
     return TrainerConfig.model_validate(values | changes)
 
 
-def minibatches(batch: Batch, tokens: int, count: int) -> list[list[PackedBin]]:
-    """A batch packed for one rank, nothing shared."""
+def minibatches(
+    batch: Batch, tokens: int, count: int, share: bool = False
+) -> list[list[PackedBin]]:
+    """A batch packed for one rank."""
     packed = pack_batch(
         batch,
         tokens_per_bin=tokens,
         ranks=1,
         normalisation="token",
         max_tokens=128,
-        share_prefixes=False,
+        share_prefixes=share,
         minibatches=count,
     )
     return [shares[0] for shares in packed]
 
 
-def bins(batch: Batch, tokens: int = 200) -> list[PackedBin]:
+def bins(batch: Batch, tokens: int = 200, share: bool = False) -> list[PackedBin]:
     """A batch of one minibatch."""
-    return minibatches(batch, tokens, 1)[0]
+    return minibatches(batch, tokens, 1, share)[0]
 
 
 def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) -> list[str]:
     """Train a new small model on what it would sample itself; returns the hash of its weights after
-    each step.
+    each step. With --share-prefixes there is something to share.
 
     Raises:
         ParityError: a recomputed logprob differs from the rollout's.
@@ -142,8 +157,10 @@ def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) 
     parity = ParityCheck({"linear": "reference"}, {"linear": "reference"})
     hashes = []
     for step in range(steps):
-        batch = rollouts(model, 100 * seed + step, step)
-        parts = minibatches(batch, tokens, options.minibatches)
+        share = options.shares_prefixes
+        batch = rollouts(model, 100 * seed + step, step, shared=share)
+        parts = minibatches(batch, tokens, options.minibatches, share)
+        assert share == any(one.packing().shared for part in parts for one in part)
         row = guarded_step(
             model, optimizer, parts, options, make_objective(options), StopSignal(), parity=parity
         )

@@ -142,6 +142,28 @@ def test_every_span_sees_its_own_sequence_and_nothing_else(tree: Tree) -> None:
     assert [keys[a:b] for a, b in pairwise(bounds)] == sequences
 
 
+@given(trees())
+def test_tiles_of_shared_spans_find_keys_and_queries(tree: Tree) -> None:
+    packing = Packing(tree.lengths, parents=tree.parents)
+    sequences = [rows.tolist() for rows in sequence_rows(tree)]
+    seeing = [
+        [n for n, path in enumerate(tree.paths) if span in path]
+        for span in range(len(tree.lengths))
+    ]
+    assert packing.nested == all(spans == list(range(spans[0], spans[-1] + 1)) for spans in seeing)
+    key_rows = torch.arange(packing.tokens) if packing.key_rows is None else packing.key_rows
+    numbers = packing.numbers.tolist()
+    for start, length, first, shift, end in zip(
+        *(c.tolist() for c in packing.tiles(2)), strict=True
+    ):
+        span = numbers[start]
+        seen = key_rows[first + shift : packing.begins[span + 1] + shift].tolist()
+        assert seen == sequences[span]
+        own = range(start, start + length)
+        assert key_rows[start + shift : start + length + shift].tolist() == list(own)
+        assert end == packing.begins[seeing[span][-1] + 1]
+
+
 @pytest.mark.parametrize(
     ("lengths", "parents", "message"),
     [
@@ -164,7 +186,7 @@ def test_a_tile_never_holds_tokens_of_two_spans() -> None:
     for size in (TILE, TILE // 2, 2 * TILE):
         tiles = packing.tiles(size)
         assert packing.tiles(size) is tiles, "made once"
-        starts, lengths, begins, ends = (column.tolist() for column in tiles)
+        starts, lengths, begins, shifts, ends = (column.tolist() for column in tiles)
         covered = [
             row
             for start, length in zip(starts, lengths, strict=True)
@@ -173,6 +195,7 @@ def test_a_tile_never_holds_tokens_of_two_spans() -> None:
         assert covered == list(range(packing.tokens))
         assert max(lengths) == min(size, 2 * TILE)
         assert set(zip(begins, ends, strict=True)) == set(packing.spans())
+        assert not any(shifts), "keys lie where the tokens do"
         assert all(
             b <= s and s + n <= e for s, n, b, e in zip(starts, lengths, begins, ends, strict=True)
         )

@@ -149,6 +149,33 @@ def test_adapters_and_cpus_leave_nothing_to_choose() -> None:
     ] == [True]
 
 
+@pytest.mark.parametrize(
+    ("flags", "changes", "free_memory_decides"),
+    [
+        ([], {"world_size": 2}, True),
+        (["--deterministic"], {"table": "invariant", "share_prefixes": False}, True),
+        (["--deterministic", "--share-prefixes"], {"table": "invariant"}, False),
+        (
+            ["--deterministic"],
+            {"table": "invariant", "share_prefixes": False, "world_size": 2},
+            False,
+        ),
+    ],
+)
+def test_free_memory_decides_no_bits_of_a_deterministic_run(
+    flags: list[str], changes: dict[str, Any], free_memory_decides: bool
+) -> None:
+    options = [*flags, "--weight-bridge-mode", "shared_vllm"]
+    tokens = {
+        way.tokens_per_microbatch
+        for free in (100, 300)
+        for way in candidates(training(*options, **changes), config(*options), card(free, 300))
+    }
+    assert (len(tokens) > 1) == free_memory_decides
+    if not free_memory_decides:
+        assert tokens == {training(**changes).tokens_per_microbatch}
+
+
 def test_one_line_names_the_choice_and_its_cost() -> None:
     room = card(139, 230)
     chosen = choose(room)

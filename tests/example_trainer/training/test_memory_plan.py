@@ -65,6 +65,8 @@ def test_more_of_anything_never_takes_less(
     assert plan_memory(replace(asked, tokens_per_microbatch=asked.tokens + 16)).total > total
     assert plan_memory(replace(asked, table="fast")).total <= total
     assert plan_memory(replace(asked, share_prefixes=True)).total >= total
+    exact = replace(asked, table="invariant")
+    assert plan_memory(replace(exact, share_prefixes=True)) == plan_memory(exact)
     assert plan_memory(replace(asked, geometry=geometry(num_layers=layers + 1))).total > total
     assert plan_memory(replace(asked, reference=True)).total > total
     assert plan_memory(replace(asked, single_copy=True)).total < total

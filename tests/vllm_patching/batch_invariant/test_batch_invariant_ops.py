@@ -74,6 +74,28 @@ def test_attention_has_the_same_bits_packed_as_alone_and_as_decoded(dtype: torch
             assert torch.equal(lse, packed_lse[:, part])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_has_the_bits_of_whole_sequences_where_they_share_keys(
+    dtype: torch.dtype,
+) -> None:
+    """A prompt of 17 tokens, and two answers that continue it."""
+    q, k, v = (normal(17 + 5 + 30, heads, 16, dtype=dtype, seed=heads) for heads in (4, 2, 2))
+    own = torch.arange(17), torch.arange(17, 22), torch.arange(22, 52)
+    rows = [own[0], *(torch.cat((own[0], answer)) for answer in own[1:])]
+    cu, cu_keys = (
+        torch.tensor([0, *map(len, parts)]).cumsum(0).to(torch.int32) for parts in (own, rows)
+    )
+    shared = ops.SeenKeys(torch.cat(rows), cu_keys, 47)
+    out, lse = ops.attention_varlen(q, k, v, cu, 30, 0.25, shared)
+    for answer, whole in zip(own, rows, strict=True):
+        bounds = torch.tensor([0, len(whole)], dtype=torch.int32)
+        alone, alone_lse = ops.attention_varlen(
+            q[whole], k[whole], v[whole], bounds, len(whole), 0.25
+        )
+        assert torch.equal(out[answer], alone[-len(answer) :])
+        assert torch.equal(lse[:, answer], alone_lse[:, -len(answer) :])
+
+
 def test_attention_is_that_of_torch() -> None:
     q, k, v = (normal(40, heads, 16, dtype=torch.float64, seed=heads) for heads in (4, 2, 2))
     out, lse = ops.attention_varlen(q, k, v, torch.tensor([0, 40], dtype=torch.int32), 40, 0.25)

@@ -63,10 +63,10 @@ def test_operations_equal_their_formulas(
         assert error <= LIMITS[dtype], f"{key} of {name}, {sizes}"
 
 
-def test_the_invariant_table_refuses_shared_prefixes() -> None:
-    q = torch.randn(5, 2, 8)
-    with pytest.raises(ValueError, match=r"pack without shared prefixes \(--no-share-prefixes\)"):
-        invariant.attention(q, q, q, Packing([2, 3], parents=[-1, 0]), 1.0)
+def test_the_invariant_table_refuses_spans_with_others_between_them() -> None:
+    q = torch.randn(6, 2, 8)
+    with pytest.raises(ValueError, match=r"parents \[-1, -1, 0\].*right behind the spans that it"):
+        invariant.attention(q, q, q, Packing([2, 3, 1], parents=[-1, -1, 0]), 1.0)
 
 
 def test_the_invariant_table_refuses_another_temperature() -> None:

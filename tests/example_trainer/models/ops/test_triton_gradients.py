@@ -40,11 +40,13 @@ print("ALL AGREE")
 ATTENTION = """
 Blocks = triton_attention.AttentionBlocks
 pairs = (None, (Blocks(128, 64), Blocks(64, 128)), (Blocks(64, 128), Blocks(32, 128)))
-for lengths in ((1, 63, 64, 65, 130), (300, 5)):
-    packing, tokens = Packing(lengths), sum(lengths)
+shapes = ((1, 63, 64, 65, 130), None), ((300, 5), None), ((70, 64, 9, 30, 5), (-1, 0, 1, 0, -1))
+for lengths, parents in shapes:
+    packing, tokens = Packing(lengths, parents=parents), sum(lengths)
     q, upstream = normal(tokens, 4, 64), normal(tokens, 4, 64)
     k, v = normal(tokens, 2, 64), normal(tokens, 2, 64)
-    out, lse = ops.attention_varlen(q, k, v, packing.cu_seqlens, packing.max_length, 0.125)
+    shared = ops.SeenKeys(packing.key_rows, packing.cu_keys, packing.longest) if parents else None
+    out, lse = ops.attention_varlen(q, k, v, packing.cu_seqlens, packing.max_length, 0.125, shared)
     given = upstream, q, k, v, out, lse, packing, 0.125
     exact = torch_gradients.attention_backward(*given)
     for blocks in pairs:
