@@ -15,6 +15,10 @@ set -euo pipefail
 upgrade='' vllm='' file=''
 case ${1:-} in
   '') ;;
+  -h | --help)
+    sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
   --upgrade) upgrade=$1 ;;
   --vllm)
     vllm=${2:?which version of vLLM} file=$(realpath -m "${3:?the file for the list}")

@@ -4,6 +4,22 @@
 # Other arguments go to pytest, which then chooses from all tests: scripts/test.sh -k bridge
 # Ends with pytest's closing lines, the check of types and the names of what failed; status 0 only if everything passed.
 set -uo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  cat <<'USAGE'
+usage: scripts/test.sh [--all | PYTEST_ARGUMENT ...]
+
+Set up, check style and types, and run the tests.
+
+  (nothing)        the default tests, in about five minutes on two cores
+  --all            every test, in about fifteen minutes
+  PYTEST_ARGUMENT  chosen from all tests, such as: -k bridge
+
+environment variables:
+  LOCKSTEP_VENV          the virtual environment (default: .venv in the repository)
+  LOCKSTEP_TEST_SECONDS  the limit for all tests (default: 4500)
+USAGE
+  exit 0
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 venv=${LOCKSTEP_VENV:-$PWD/.venv}
 tier=(-m "not nightly")

@@ -174,7 +174,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 def main(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
-    name, *rest = arguments
+    name, *rest = arguments or ("",)
+    if name not in COMMANDS:
+        print(f"launcher: {name!r} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, interrupted)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGHUP, interrupted)

@@ -10,6 +10,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_help_is_the_comment_at_the_top() -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "lock.sh", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "scripts/lock.sh --vllm VERSION FILE resolves" in done.stdout
+    assert "set -e" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

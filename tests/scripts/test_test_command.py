@@ -51,6 +51,18 @@ def run_command(
     ]
 
 
+def test_help_runs_nothing() -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "test.sh", "--help"],
+        env=os.environ | {"LOCKSTEP_VENV": "/dev/null"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--all" in done.stdout
+
+
 def test_without_arguments_the_nightly_tests_are_left_out(tmp_path: Path) -> None:
     done, [words] = run_command(tmp_path)
     assert done.returncode == 0, done.stderr

@@ -262,6 +262,14 @@ def test_a_run_on_ray_gets_every_other_word(
     assert Path(CONFIG).is_file()
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["halt"]])
+def test_a_word_that_is_no_command_is_refused_with_their_names(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(words) == 2
+    assert "is not one of start, status, stop, restart, logs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", command.COMMANDS)
 def test_a_shell_command_without_an_installation_names_the_remedy(
     name: str, tmp_path: Path
