@@ -36,6 +36,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 _HUB_FILES = ["*.safetensors", INDEX_FILE, "*.json", "*.txt", "*.model", "*.jinja"]
 _NOT_FROM_HUB = ["consolidated*"]
 """The weights again under other names, in Mistral's repositories."""
+_PACKED_DTYPES = {"I8", "U8", "F4", "F6_E2M3", "F6_E3M2"}
+"""Names of safetensors."""
 _COPIED_SUFFIXES = {
     ".json",
     ".txt",
@@ -177,6 +179,7 @@ def read_weights(model: Decoder, folder: Path) -> None:
     with ExitStack() as stack, torch.no_grad():
         try:
             where = _open_tensors(folder, stack)
+            _refuse_quantised(plan.values(), where, folder)
             _compare_names(
                 plan_names=[part.name for planned in plan.values() for part in planned.tensors],
                 where=where,
@@ -215,8 +218,14 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX_FILE).is_file():
-        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        try:
+            index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+            files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        except (ValueError, KeyError) as error:
+            raise ModelError(
+                f"cannot read {folder / INDEX_FILE}: {type(error).__name__}: {error}; "
+                "is the download complete?"
+            ) from error
     elif (folder / SINGLE_FILE).is_file():
         files = [folder / SINGLE_FILE]
     else:
@@ -231,6 +240,17 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder / INDEX_FILE} names files that are not there: {_some(absent)}; is the download complete?"
         )
     return files
+
+
+def _refuse_quantised(plan: Iterable[Parameter], where: dict[str, Any], folder: Path) -> None:
+    """Raise ModelError if a tensor is stored in a dtype of quantised weights."""
+    for part in (part for planned in plan for part in planned.tensors if part.name in where):
+        dtype = where[part.name].get_slice(part.name).get_dtype()
+        if dtype.startswith("F8") or dtype in _PACKED_DTYPES:
+            raise ModelError(
+                f"{folder}: {part.name} is stored in {dtype}: a quantised checkpoint cannot be "
+                "trained; use the unquantised one of the same model"
+            )
 
 
 def _compare_names(

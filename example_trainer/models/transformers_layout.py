@@ -21,7 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vllm_patching.weights.families import Geometry, Parameter, Part, UnsupportedModel
+from vllm_patching.weights.families import (
+    Geometry,
+    Parameter,
+    Part,
+    UnsupportedModel,
+    refuse_rope,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,6 +117,7 @@ def transformers_geometry(folder: Path) -> TransformersGeometry:
     """
     model = empty_model(folder, torch.device("meta"), torch.float32)
     config = model.config.get_text_config()
+    _refuse_rope(config, folder / "config.json")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or model.config.is_encoder_decoder:
         raise UnsupportedModel(
@@ -149,6 +156,14 @@ def transformers_geometry(folder: Path) -> TransformersGeometry:
     )
 
 
+def _refuse_rope(config: Any, where: Path) -> None:
+    """Raise UnsupportedModel if vLLM and transformers rotate a kind of layer differently."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer = [one for one in rope.values() if isinstance(one, Mapping)]
+    for scaling in by_layer or [rope]:
+        refuse_rope(scaling.get("rope_type", "default"), str(where))
+
+
 def _size(config: Any, key: str, otherwise: int) -> int:
     value = getattr(config, key, None)
     if isinstance(value, list | tuple):
@@ -180,9 +195,12 @@ def empty_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTr
         TypeError,
         ValueError,
     ) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split())
+        if isinstance(error, KeyError) or not reason:
+            reason = f"{type(error).__name__} {reason}".strip()
         raise UnsupportedModel(
-            f"{where}: transformers' {kind.__name__} refuses it: {reason}"
+            f"{where}: transformers' {kind.__name__} refuses it: {reason}; correct the file, or "
+            "use another model"
         ) from error
     model.tie_weights()
     return model.eval()
@@ -300,12 +318,17 @@ def _first_size(config: Any, *keys: str) -> int:
 
 def _stored_wide(folder: Path) -> set[str]:
     """Return the tensors that a 16-bit checkpoint holds in float32."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     dtypes: dict[str, str] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+        try:
+            with safe_open(file, framework="pt") as opened:
+                dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UnsupportedModel(
+                f"cannot read the weights in {file}: {error}; is the download complete?"
+            ) from error
     if not {"BF16", "F16"} & set(dtypes.values()):
         return set()
     return {name for name, dtype in dtypes.items() if dtype == "F32"}

@@ -111,14 +111,14 @@ class _Parts:
         self.takes = set(arguments)
         # The rest turns what the head gives into logits, as by a scale or a cap.
         path = next(name for name, module in whole.named_modules() if module is self.head)
-        identity = nn.Identity()
-        identity.weight = self.head.weight[:0].detach()  # some classes look at its dtype
-        whole.set_submodule(path, identity)
+        self._identity = nn.Identity()
+        whole.set_submodule(path, self._identity)
         setattr(whole, whole.base_model_prefix, _HandedOn(self.base))
         self._whole = whole
 
     def logits(self, product: Tensor) -> Tensor:
         """Return logits [tokens, vocab] from the head's product."""
+        self._identity.weight = self.head.weight[:0].detach()  # some classes look at its dtype
         outputs = self._whole.forward(inputs_embeds=product[None], use_cache=False)
         logits: Tensor = outputs.logits[0]
         return logits
@@ -181,11 +181,14 @@ class TransformersModel(Decoder):
         replace_modules(whole.get_decoder(), self.arithmetic)
         self.parts = _Parts(whole)
         self.logit_factor = self.parts.factor(device)
+        self._widened: list[Tensor] = []
         for name, tensor in self.held_tensors().items():
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(name in self.parts.text)
-            if parameters(geometry)[name].float32:
+            if parameters(geometry)[name].float32 and tensor.dtype != torch.float32:
                 tensor.data = tensor.data.float()
+                if name.rpartition(".")[2] in ("weight", "bias"):
+                    self._widened.append(tensor)
         for layer in self.parts.layers:
             layer.forward = partial(self._recomputed, layer.forward)
 
@@ -220,7 +223,7 @@ class TransformersModel(Decoder):
             seen = Packing([packing.max_length] * rows, packing.device)
         with forwarding(self.arithmetic.ops, seen, rows):
             outputs = self.parts.base(**self._inputs(tokens, packing), use_cache=False)
-        hidden: Tensor = outputs.last_hidden_state
+        hidden: Tensor = outputs.last_hidden_state.to(self.dtype)  # some classes add in float32
         if hidden.dim() != 3 or hidden.shape[:2] != (rows, seen.tokens // rows):
             raise ValueError(f"its hidden states have the shape {list(hidden.shape)}")
         return self._placed(hidden, packing)
@@ -316,6 +319,29 @@ class TransformersModel(Decoder):
         Raises:
             ModelError: tokens see those behind them, or transformers fails.
         """
+        reason = self._find_way()
+        if reason and self._widened:
+            # transformers itself reads a checkpoint in one dtype, so not every class takes two.
+            logger.info(
+                "model: the checkpoint holds %d weights in float32, and transformers' %s takes "
+                "them in %s alone: they are computed in it, and saved in float32",
+                len(self._widened), self.geometry.architecture, str(self.dtype).removeprefix("torch."),
+            )  # fmt: skip
+            for tensor in self._widened:
+                tensor.data = tensor.data.to(self.dtype)
+            self._widened.clear()
+            reason = self._find_way()
+        if reason:
+            raise ModelError(
+                f"transformers' {self.geometry.architecture} cannot forward two sequences: {reason}"
+            )
+
+    def _find_way(self) -> str:
+        """Set `way` and the attention; return the reason if there is no way, else nothing.
+
+        Raises:
+            ModelError: tokens see those behind them.
+        """
         reason = ""
         for attention in self._attentions():
             self.parts.base.set_attn_implementation(attention)
@@ -334,10 +360,8 @@ class TransformersModel(Decoder):
                         "them: it does not continue text; use another model"
                     )
                 if not bool(reached[: _SHOWN[0]].any()):
-                    return
-        raise ModelError(
-            f"transformers' {self.geometry.architecture} cannot forward two sequences: {reason}"
-        )
+                    return ""
+        return reason
 
     def _attentions(self) -> list[str]:
         """Return names of attention functions, the preferred ones first."""

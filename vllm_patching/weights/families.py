@@ -588,18 +588,23 @@ _ROPE_KEYS = {
 """The keys that each kind of rope scaling needs."""
 
 
-def _rope_scaling(
-    parameters: Mapping[str, Any], max_positions: int, where: str
-) -> RopeScaling | None:
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind == "default":
-        return None
+def refuse_rope(kind: str, where: str) -> None:
+    """Raise UnsupportedModel if vLLM and transformers rotate the same sequence differently."""
     if kind == "longrope":
         raise UnsupportedModel(
             f"{where}: rope scaling 'longrope' is not supported, since vLLM chooses its factors by "
             "--max-model-len and transformers by the batch; take a model without it, such as "
             "microsoft/phi-4"
         )
+
+
+def _rope_scaling(
+    parameters: Mapping[str, Any], max_positions: int, where: str
+) -> RopeScaling | None:
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        return None
+    refuse_rope(kind, where)
     if kind not in _ROPE_KEYS:
         raise UnsupportedModel(
             f"{where}: rope scaling {kind!r} is not supported; supported: default, "

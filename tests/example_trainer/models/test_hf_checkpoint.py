@@ -209,6 +209,14 @@ def test_a_truncated_file_is_one_clear_line(make_checkpoint: MakeCheckpoint) -> 
         load_model(str(folder), torch.float32)
 
 
+@pytest.mark.parametrize("index", ['{"metadata": {}', "{}"])
+def test_a_damaged_index_is_one_clear_line(index: str, make_checkpoint: MakeCheckpoint) -> None:
+    folder, _ = make_checkpoint("llama-untied")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match=r"cannot read .*index\.json: .*is the download complete"):
+        load_model(str(folder), torch.float32)
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=6)
 

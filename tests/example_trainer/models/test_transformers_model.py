@@ -77,6 +77,26 @@ def test_packed_logprobs_and_gradients_are_those_of_the_sequences_alone(
     assert not gradients
 
 
+def test_a_pass_in_bfloat16_is_as_near_to_float32_as_that_of_transformers(name: str) -> None:
+    folder, (tokens, targets) = checkpoint(name, torch.bfloat16), tokens_of()
+    model = load_model(str(folder), torch.bfloat16)
+    packing = Packing(LENGTHS)
+    hidden = model(tokens, packing)
+    assert hidden.dtype is torch.bfloat16
+    logprobs, _ = model.chosen_logprobs(hidden, targets, packing)
+    kind = getattr(transformers, model.geometry.architecture)
+    with torch.no_grad():
+        exact, theirs = (
+            alone(kind.from_pretrained(folder, dtype=dtype).eval(), tokens, targets, 1.0)[0].float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    errors = [float((one.detach() - exact).abs().mean()) for one in (logprobs, theirs)]
+    assert errors[0] < 1.5 * errors[1] + 1e-3
+    logprobs.sum().backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is None or bool(parameter.grad.isfinite().all()), key
+
+
 def test_a_checkpoint_is_read_and_written_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = loaded(name)
     save_model(model, tmp_path)
@@ -107,6 +127,30 @@ def test_a_tensor_that_a_16_bit_checkpoint_holds_in_float32_stays_so(tmp_path: P
     for key, tensor in tensors.items():
         assert written[key].dtype == tensor.dtype
         assert torch.equal(written[key], tensor), key
+
+
+def test_float32_weights_that_the_class_cannot_take_are_computed_in_16_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint("Qwen3Next", torch.bfloat16), source)
+    tensors = load_file(source / SINGLE_FILE)
+    wide = {key for key in tensors if key.endswith(("A_log", "k_proj.weight"))}
+    tensors |= {key: tensors[key].float() for key in wide}
+    save_file(tensors, source / SINGLE_FILE)
+    model, (tokens, targets) = load_model(str(source), torch.bfloat16), tokens_of()
+    assert "the checkpoint holds 1 weights in float32, and transformers' Qwen3Next" in caplog.text
+    for key, parameter in model.named_parameters():
+        expected = torch.float32 if key.endswith("A_log") else torch.bfloat16
+        assert parameter.dtype is expected, key
+    packing = Packing(LENGTHS)
+    logprobs, _ = model.chosen_logprobs(model(tokens, packing), targets, packing)
+    logprobs.sum().backward()
+    save_model(model, tmp_path / "saved")
+    for key, tensor in load_file(tmp_path / "saved" / SINGLE_FILE).items():
+        assert tensor.dtype is tensors[key].dtype, key
+        assert torch.equal(tensor, tensors[key]), key
 
 
 def test_the_parts_beside_the_text_are_frozen() -> None:
@@ -196,6 +240,29 @@ def test_a_config_that_transformers_refuses_is_refused_in_one_line(tmp_path: Pat
     assert "transformers' MixtralForCausalLM refuses it" in error
 
 
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [
+        ({"rope_type": "longrope"}, "'longrope' is not supported, since vLLM chooses its factors"),
+        ({"rope_type": "newest"}, "transformers' GraniteForCausalLM refuses it: KeyError 'newest'"),
+    ],
+)
+def test_rope_scaling_that_vllm_computes_otherwise_is_refused(
+    rope: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    keys = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(**CONFIGS["Cohere"] | {"logit_scale": None})
+    ).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = keys | factors | rope
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    error = refused(tmp_path)
+    assert reason in error
+    assert "model" in error.rpartition("; ")[2]
+
+
 def test_logits_that_cannot_be_taken_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: object, inputs_embeds: torch.Tensor, use_cache: bool) -> None:
         raise TypeError("it wants images")
@@ -213,6 +280,30 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     save_file(tensors | {"model.extra.weight": torch.zeros(2)}, folder / SINGLE_FILE)
     error = refused(folder)
     assert f"missing {expert}; not expected model.extra.weight" in error
+
+
+def test_an_incomplete_download_is_refused(tmp_path: Path) -> None:
+    folder = changed(tmp_path)
+    weights = (folder / SINGLE_FILE).read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    for content in (weights[: len(weights) // 2], b"", pointer):
+        (folder / SINGLE_FILE).write_bytes(content)
+        error = refused(folder)
+        assert error.startswith("cannot read the weights in ")
+        assert error.endswith("; is the download complete?")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_packed_weights_are_refused_without_a_quantisation_in_the_config(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = changed(tmp_path)
+    tensors = load_file(folder / SINGLE_FILE)
+    key = "model.layers.0.self_attn.q_proj.weight"
+    save_file(tensors | {key: tensors[key].to(dtype)}, folder / SINGLE_FILE)
+    error = refused(folder)
+    assert f"{key} is stored in" in error
+    assert "a quantised checkpoint cannot be trained; use the unquantised one" in error
 
 
 def test_tensors_that_transformers_ignores_are_left_out(tmp_path: Path) -> None:

@@ -68,6 +68,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"chunk_size": 8}
     | {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16}
     | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    # Hidden states in float32, whatever the dtype of the weights.
+    "Mamba2": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+        "tie_word_embeddings": True,
+    },
     # The model below the head holds a factor of the logits.
     "FalconH1": _SIZES
     | {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}
