@@ -54,10 +54,9 @@ def require_expert_parallel(count: int, ranks: int, geometry: Geometry) -> None:
             f"({geometry.architecture}) has none that this trainer computes: leave it out"
         )
     if experts % ranks:
-        fitting = [number for number in range(2, experts + 1) if experts % number == 0]
         raise ConfigError(
             f"--expert-parallel {count}: the {experts} experts of a layer cannot be divided among "
-            f"{ranks} trainer rank(s); start {_one_of(fitting)} ranks (--ranks), or leave it out"
+            f"{ranks} trainer rank(s); {_fitting_ranks(count, experts)}leave it out"
         )
     if ranks % count:
         fitting = [number for number in range(1, ranks + 1) if ranks % number == 0]
@@ -65,6 +64,16 @@ def require_expert_parallel(count: int, ranks: int, geometry: Geometry) -> None:
             f"--expert-parallel {count} does not divide the {ranks} trainer rank(s); give "
             f"{_one_of(fitting)}"
         )
+
+
+def _fitting_ranks(count: int, experts: int) -> str:
+    """Return what to give so that ranks can share the experts, or nothing if no number fits."""
+    fitting = [number for number in range(2, experts + 1) if experts % number == 0]
+    if multiples := [number for number in fitting if number % count == 0]:
+        return f"start {_one_of(multiples)} ranks (--ranks), or "
+    if fitting:
+        return f"give {_one_of(fitting)} and start as many ranks (--ranks), or "
+    return ""
 
 
 def _one_of(numbers: list[int]) -> str:

@@ -842,6 +842,8 @@ def _spread(request: MemoryRequest, room: Room) -> tuple[MemoryRequest, Room] | 
     for times in (2, 4, 8, 16, 32, 64):
         wider = replace(room, ranks_here=times * room.ranks_here)
         wide = replace(request, world_size=times * request.world_size)
+        if wide.expert_parallel > 1 and wide.geometry.num_experts % wide.world_size:
+            continue  # the experts cannot be divided
         for offload in sorted({False, request.offload}):
             if wider.holds(way := replace(wide, offload=offload)):
                 return way, wider

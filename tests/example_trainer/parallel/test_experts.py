@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,10 @@ def test_numbers_that_divide_are_taken(count: int, ranks: int) -> None:
         (2, 2, DENSE, "(Qwen3ForCausalLM) has none that this trainer computes: leave it out"),
         (2, 3, GEOMETRY, "the 8 experts of a layer cannot be divided among 3 trainer rank(s); "
          "start 2, 4 or 8 ranks (--ranks), or leave it out"),
+        (4, 3, GEOMETRY, "start 4 or 8 ranks (--ranks), or leave it out"),
+        (3, 3, GEOMETRY, "the 8 experts of a layer cannot be divided among 3 trainer rank(s); "
+         "give 2, 4 or 8 and start as many ranks (--ranks), or leave it out"),
+        (2, 2, replace(GEOMETRY, num_experts=1), "among 2 trainer rank(s); leave it out"),
         (3, 4, GEOMETRY, "does not divide the 4 trainer rank(s); give 1, 2 or 4"),
         (2, 1, GEOMETRY, "does not divide the 1 trainer rank(s); give 1"),
     ],
@@ -60,3 +67,19 @@ def test_other_numbers_are_refused_in_one_line(
         require_expert_parallel(count, ranks, geometry)  # type: ignore[arg-type]
     assert str(error.value).startswith(f"--expert-parallel {count}")
     assert str(error.value).endswith(reason)
+
+
+@pytest.mark.parametrize("experts", range(1, 13))
+def test_what_a_refusal_names_is_taken(experts: int) -> None:
+    geometry, tried = replace(GEOMETRY, num_experts=experts), 0
+    for count, ranks in itertools.product(range(2, 10), range(1, 10)):
+        try:
+            require_expert_parallel(count, ranks, geometry)
+            continue
+        except ConfigError as error:
+            advice = str(error).rpartition("; ")[2]
+        for number in map(int, re.findall(r"\d+", advice)):
+            tried += 1
+            named = {"start": (count, number), "give": (number, ranks)}[advice.split()[0]]
+            require_expert_parallel(*((number, number) if "as many" in advice else named), geometry)
+    assert tried

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from example_trainer.parallel.experts import require_expert_parallel
 from example_trainer.training.memory_plan import (
     ACTIVATIONS,
     BUDGETS,
@@ -159,6 +160,20 @@ def test_remedies_are_those_that_suffice() -> None:
     assert any("--gradient-checkpointing (" in text for text in remedies(asked, room(1)))
     longer = replace(asked, seq_len=32768, tokens_per_microbatch=65536, world_size=4)
     assert "--tokens-per-microbatch 32768" in str(remedies(longer, room(1024)))
+
+
+def test_a_refusal_names_numbers_of_gpus_that_can_share_the_experts() -> None:
+    """12 experts cannot be divided among 8 ranks, which would have enough memory."""
+    sizes = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 2048}
+    wide = geometry_of("Qwen3Moe", 24, 2048, 6144, 32, 4, 128, 32000, **sizes)
+    asked = request(geometry=wide, dtype=torch.bfloat16, world_size=2, expert_parallel=2)
+    totals = {n: plan_memory(replace(asked, world_size=n)).total / GIB for n in (4, 8)}
+    assert totals[8] < totals[4]
+    for free, advised in ((totals[4] * 1.01, True), (totals[8] * 1.01, False)):
+        named = [int(n) for n in re.findall(r"(\d+) GPUs", " ".join(remedies(asked, room(free))))]
+        assert bool(named) == advised
+        for ranks in named:
+            require_expert_parallel(asked.expert_parallel, ranks, wide)
 
 
 def test_a_refusal_names_expert_parallelism_where_it_suffices() -> None:
