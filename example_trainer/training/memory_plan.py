@@ -162,6 +162,16 @@ class MemoryRequest:
             return lora_parameter_count(self.geometry, *self.lora)
         return _count(one for one in parameters(self.geometry).values() if not one.frozen)
 
+    def of_rank(self, count: int) -> int:
+        """Return the part of `count` that the rank with the most parameters has.
+
+        Args:
+            count: of the whole model, in proportion to its trained elements.
+        """
+        if not self.sharded:
+            return count // self.world_size
+        return count * largest_part(self.geometry, self.world_size) // self.trained
+
     @property
     def quantised(self) -> int:
         """Trained elements of the whole model whose moments have 8 bits."""
@@ -197,6 +207,15 @@ def quantised_count(geometry: Geometry, spread: bool) -> int:
         for parameter in parameters(geometry).values()
         if can_be_quantised(parameter.shape, spread)
     )
+
+
+@functools.lru_cache
+def largest_part(geometry: Geometry, ranks: int) -> int:
+    """Trained elements that the first of several FSDP2 ranks holds: whole rows of each parameter,
+    and whole experts.
+    """
+    trained = [one for one in parameters(geometry).values() if not one.frozen]
+    return sum(-(-one.shape[0] // ranks) * (one.size // one.shape[0]) for one in trained)
 
 
 @functools.lru_cache
@@ -497,19 +516,19 @@ def send_buffer_bytes(request: MemoryRequest) -> int:
 
 def lasting_items(request: MemoryRequest) -> dict[str, int]:
     """Bytes that are there in every moment, by what they are for."""
-    g, s, ranks = request.geometry, request.dtype.itemsize, request.world_size
+    g, s = request.geometry, request.dtype.itemsize
     parameters, trained = parameter_count(g), request.trained
     masters = request.trains_masters
     adapters, copies = s * trained * bool(request.lora), not (request.single_copy or masters)
     on_device, references = not request.offload, int(request.reference)
-    staged = min(BUCKET_ELEMENTS, trained // ranks) * request.offload
+    staged = min(BUCKET_ELEMENTS, request.of_rank(trained)) * request.offload
     state_bytes = FLOAT32 * (not masters) + request.moment_bytes / trained  # of an element
     return {
-        "weights (this trainer's own copy)": adapters + copies * (s * parameters // ranks),
-        MASTERS: FLOAT32 * (on_device or masters) * trained // ranks,
-        MOMENTS: on_device * request.moment_bytes // ranks,
+        "weights (this trainer's own copy)": adapters + copies * request.of_rank(s * parameters),
+        MASTERS: (on_device or masters) * request.of_rank(FLOAT32 * trained),
+        MOMENTS: on_device * request.of_rank(request.moment_bytes),
         "masters and moments on their way": int(SLOTS * state_bytes * staged),
-        "reference model": references * (s * parameters // ranks),
+        "reference model": references * request.of_rank(s * parameters),
         "rotary tables": s * g.max_positions * g.head_dim * (1 + references),
         SEND_BUFFERS: send_buffer_bytes(request),
         WORKSPACES: request.workspace,
@@ -536,7 +555,7 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     g, s, ranks = request.geometry, request.dtype.itemsize, request.world_size
     matrix = request.local.vocab_size * g.hidden_size
     twice = matrix * (request.sums and g.tie_word_embeddings)
-    gradients = {GRADIENTS: FLOAT32 * (request.trained // ranks + twice)}
+    gradients = {GRADIENTS: FLOAT32 * (request.of_rank(request.trained) + twice)}
     root, layer = root_parameter_count(g), layer_parameter_count(g, request.expert_parallel)
     embedding = g.vocab_size * g.hidden_size * (not g.tie_word_embeddings)
     head, gathered = FLOAT32 * matrix * (not request.lora), {}

@@ -60,6 +60,19 @@ def test_the_items_of_a_14b_model_are_what_one_expects() -> None:
     assert eighth["float32 masters"] == 4 * n // 8
 
 
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (7, 4), (4, 3), (128, 24)])
+def test_the_rank_with_the_most_experts_is_planned(experts: int, ranks: int) -> None:
+    """FSDP2 divides whole experts."""
+    g = geometry(**MIXTURE | {"num_experts": experts})
+    model = Decoder(g, torch.float32, "meta")
+    largest = sum(parameter.chunk(ranks)[0].numel() for parameter in model.parameters())
+    plan = plan_memory(request(geometry=g, world_size=ranks, reference=True))
+    assert plan.lasting["float32 masters"] == 4 * largest
+    assert plan.lasting["AdamW's two moments"] == 8 * largest
+    assert plan.lasting["reference model"] == 2 * largest
+    assert plan.moments["backward of the layers"]["float32 gradients"] == 4 * largest
+
+
 def test_shared_experts_are_gathered_in_part() -> None:
     g = geometry(**MIXTURE)
     experts = 8 * 3 * 96 * 256
