@@ -587,7 +587,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "pipes: 64 KiB for each descriptor, at most 72 MiB": "Linux's size of a pipe, times the descriptors",
         "10 ms on an idle machine": "LOOK_SECONDS in atroposlib/sandbox/inside/supervisor.py",
         "an empty `/tmp` of 16 MiB and 256 files": "likewise",
-        "above 4 MiB it is ended; what its functions return has 1 MiB": "likewise",
+        "above 4 MiB the program is ended; what its functions return has 1 MiB": "likewise",
     },
     "docs/several-gpus.md": {
         "gives vLLM 45 % of each GPU": "a flag of Stack in example_trainer/launcher/stack.py",

@@ -54,7 +54,8 @@ class Limits:
         disk: of its temporary folder, and of each file.
         files: files and folders in it.
         open_files: descriptors of each process.
-        output: bytes that it may write to standard output and error before it is ended.
+        output: bytes that it may write to standard output, and to standard error, before it is
+            ended.
         kept_output: of these, how many are kept: the first.
         results: bytes that what its function returns may have, as JSON, over all calls.
     """
@@ -122,8 +123,9 @@ class Outcome:
         results: of the calls, in order; shorter than these if it ended before.
         problem: why no call was made: it does not compile, raised, or defines no such function.
             None if there is no problem.
-        output: the beginning of what it wrote.
-        output_bytes: how much it wrote.
+        output: the beginning of what it wrote to standard output.
+        output_bytes: how much it wrote there.
+        errors: the beginning of what it wrote to standard error.
         left: processes that were still there when it had ended, and were killed.
         seconds: of wall time.
         cpu_seconds: of its processes together.
@@ -136,6 +138,7 @@ class Outcome:
     problem: str | None = None
     output: str = ""
     output_bytes: int = 0
+    errors: str = ""
     left: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0

@@ -193,8 +193,9 @@ class LocalSandbox:
         limits, keeper = self.limits, self._keeper
         loop = asyncio.get_running_loop()
         program_file = file_of(request)
-        output, output_end = os.pipe2(os.O_CLOEXEC)
-        results, results_end = os.pipe2(os.O_CLOEXEC)
+        (output, output_end), (errors, errors_end), (results, results_end) = (
+            os.pipe2(os.O_CLOEXEC) for _ in range(3)
+        )
         status, status_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         status.setblocking(False)
         stopped: list[str] = []
@@ -205,15 +206,20 @@ class LocalSandbox:
                 status.shutdown(socket.SHUT_WR)
 
         written = Pipe(output, limits.kept_output, limits.output, stop)
+        complaints = Pipe(errors, limits.kept_output, limits.output, stop)
         returned = Pipe(results, limits.results, limits.results, stop)
+        pipes, given = (
+            (written, complaints, returned),
+            (program_file, output_end, errors_end, results_end),
+        )
         try:
             try:
-                await self._order([program_file, output_end, results_end, status_end.fileno()])
+                await self._order([*given, status_end.fileno()])
             finally:
-                for descriptor in (program_file, output_end, results_end):
+                for descriptor in given:
                     os.close(descriptor)
                 status_end.close()
-            for pipe in (written, returned):
+            for pipe in pipes:
                 loop.add_reader(pipe.descriptor, pipe.read)
             try:
                 async with asyncio.timeout(limits.seconds + GRACE_SECONDS):
@@ -234,15 +240,15 @@ class LocalSandbox:
             if "broken" in report:
                 raise SandboxBroken(report["broken"])
             # All its processes have ended: what they wrote lies in the pipes.
-            for pipe in (written, returned):
+            for pipe in pipes:
                 while pipe.read():
                     pass
         finally:
             status.close()
-            for pipe in (written, returned):
+            for pipe in pipes:
                 loop.remove_reader(pipe.descriptor)
                 os.close(pipe.descriptor)
-        return outcome_of(report, stopped, written, returned, calls)
+        return outcome_of(report, stopped, pipes, calls)
 
     async def _order(self, descriptors: list[int]) -> None:
         """Hand a program to the keeper."""
@@ -328,9 +334,10 @@ def encode(program: Program) -> bytes:
 
 
 def outcome_of(
-    report: dict[str, Any], stopped: list[str], written: Pipe, returned: Pipe, calls: int
+    report: dict[str, Any], stopped: list[str], pipes: tuple[Pipe, Pipe, Pipe], calls: int
 ) -> Outcome:
-    """Put together the watcher's report and the program's results."""
+    """Put together the watcher's report and the program's output, errors and results."""
+    written, complaints, returned = pipes
     results, problem = read_results(bytes(returned.kept), calls)
     return Outcome(
         end=cast(End, "output" if stopped else report["end"]),
@@ -339,6 +346,7 @@ def outcome_of(
         problem=problem,
         output=written.kept.decode(errors="replace"),
         output_bytes=written.count,
+        errors=complaints.kept.decode(errors="replace"),
         left=report["left"],
         seconds=report["seconds"],
         cpu_seconds=report["cpu"],

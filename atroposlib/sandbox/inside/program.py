@@ -4,6 +4,7 @@ A report is not trustworthy, because the program runs in the same process. It co
 that a function returned, and no verdict on them.
 """
 
+import builtins
 import contextlib
 import fcntl
 import gc
@@ -76,7 +77,7 @@ def give_up_rights(order: Order, mode: str, readable: list[str]) -> None:
         )
 
 
-def take_descriptors(request: int, output: int, results: int) -> dict[str, Any]:
+def take_descriptors(request: int, output: int, errors: int, results: int) -> dict[str, Any]:
     """Read what is to be run; standard input, output and error and the results are all that stays
     open.
     """
@@ -96,8 +97,8 @@ def take_descriptors(request: int, output: int, results: int) -> dict[str, Any]:
             fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE,
         )
     # Out of each other's way before each gets its place.
-    stdin, output, results = (os.dup2(fd, 60 + i) for i, fd in enumerate((stdin, output, results)))
-    for fd, place in ((stdin, 0), (output, 1), (output, 2), (results, RESULTS)):
+    apart = [os.dup2(fd, 60 + i) for i, fd in enumerate((stdin, output, errors, results))]
+    for place, fd in enumerate(apart):
         os.dup2(fd, place)
     os.closerange(RESULTS + 1, 4096)
     return task
@@ -124,6 +125,8 @@ def run(task: dict[str, Any]) -> None:
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     os.environ.clear()
+    # Without Python's module `site`, which needs files, these two are missing.
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.argv, sys.path[:] = ["program.py"], [path for path in sys.path if path != own_folder]
     function = task["function"]
@@ -155,7 +158,7 @@ def run(task: dict[str, Any]) -> None:
 
 
 def become_program(
-    order: Order, mode: str, readable: list[str], descriptors: tuple[int, int, int], others: int
+    order: Order, mode: str, readable: list[str], descriptors: tuple[int, ...], others: int
 ) -> None:
     """Become the program. Never return."""
     code = 70

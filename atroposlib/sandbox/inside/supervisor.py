@@ -272,8 +272,8 @@ def missing(mode: str) -> dict[str, str]:
 
 
 def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[int, int]) -> None:
-    """Answer orders until the other end is closed. An order is the limits as JSON, with four
-    descriptors: what to run, where its output goes, where its results go, and a socket to its
+    """Answer orders until the other end is closed. An order is the limits as JSON, with five
+    descriptors: what to run, where its output, its errors and its results go, and a socket to its
     watcher. Each program is the next of the users, first id and number of ids, if this process is
     root."""
     for name in PRELOADED:
@@ -303,13 +303,12 @@ def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[in
 
 def begin(order: Order, mode: str, readable: list[str], descriptors: list[int]) -> None:
     """Be a program's watcher, in its namespaces. Never returns."""
-    request, output, results, status_descriptor = descriptors
-    status = socket.socket(fileno=status_descriptor)
+    status = socket.socket(fileno=descriptors.pop())
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if mode == "user_namespace":
             isolation.map_one_user(0, 0, inside=isolation.NOBODY)
-        report = watch(order, mode, readable, (request, output, results), status)
+        report = watch(order, mode, readable, tuple(descriptors), status)
     except BaseException as error:  # noqa: BLE001 (the sandbox raises it)
         report = {"broken": f"{type(error).__name__}: {error}"}
     with contextlib.suppress(OSError):
@@ -342,7 +341,7 @@ def watch(
     order: Order,
     mode: str,
     readable: list[str],
-    descriptors: tuple[int, int, int],
+    descriptors: tuple[int, ...],
     status: socket.socket,
 ) -> Any:
     """Be the program's first process: see that it keeps to its time and memory, and end all that it

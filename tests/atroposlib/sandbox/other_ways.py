@@ -90,7 +90,11 @@ async def main(way: str) -> dict[str, object]:
     await box.close()
     kinds = {}
     for name, outcome in zip(names, outcomes, strict=True):
-        held = alive and "BREACH" not in outcome.output and verdict(outcome, [51]).kind != "right"
+        held = (
+            alive
+            and "BREACH" not in outcome.output + outcome.errors
+            and verdict(outcome, [51]).kind != "right"
+        )
         if name in BY_MEMORY:
             held = held and outcome.end == "memory"
         kinds[name] = "held" if held else f"{outcome}"

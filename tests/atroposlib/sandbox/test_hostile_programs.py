@@ -153,7 +153,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_held_and_scores_nothing(ran: Ran, name: str) -> None:
     outcome = ran.outcomes[name]
-    said = f"{outcome.output} {outcome.results} {outcome.problem}"
+    said = f"{outcome.output} {outcome.errors} {outcome.results} {outcome.problem}"
     assert "BREACH" not in said, said
     assert ran.canary not in said
     judged = verdict(outcome, ran.expected)

@@ -425,3 +425,20 @@ def test_values_that_differ_are_told_apart(one: Any, other: Any) -> None:
 )
 def test_types_count(expected: Any, got: Any, same: bool) -> None:
     assert same_value(expected, got) is same
+
+
+def test_a_script_reads_its_input_and_its_errors_are_not_its_output() -> None:
+    debugging, leaving, failing, long = run_all(
+        Program("import sys\nprint('n?', file=sys.stderr)\nprint(int(input()) + 1)", stdin="12\n"),
+        Program(
+            "try:\n    print(open(0).read())\n    exit()\nexcept Exception:\n    print('no exit')"
+        ),
+        Program("print(1)\nprint(1 // int(input()))", stdin="0\n"),
+        Program("import sys\nwhile True:\n    print('x' * 1000, file=sys.stderr)"),
+        limits=Limits(output=300_000, kept_output=1000),
+    )
+    assert (debugging.output, debugging.errors) == ("13\n", "n?\n")
+    assert (leaving.output, leaving.end, leaving.problem) == ("\n", "exited", None)
+    assert failing.output == "1\n"
+    assert str(failing.problem).startswith("ZeroDivisionError")
+    assert (long.output, long.end, len(long.errors)) == ("", "output", 1000)
