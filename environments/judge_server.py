@@ -47,9 +47,14 @@ HIGHEST = 10.0
 MAX_ANSWER = 20_000
 """Characters of an answer that the judge is shown."""
 RUBRIC = "Is it right, does it do what was asked, and is it said clearly and without padding?"
-SCORE = re.compile(
-    r"^[\s*_#>]*score[\s*_:=]*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?[\s*_.]*$",
+SCORE_LINE = re.compile(
+    r"^[\s*_#>`-]*(?:(?:final|overall|total)[ \t]+)?score(?:[ \t*_`]*[:：=]|[ \t*_]+(?=-?\d))(.*)$",
     re.IGNORECASE | re.MULTILINE,
+)
+SCORE = re.compile(
+    r"[\s*_`$]*(?:\\boxed\{|\[)?[\s*_]*(\d+(?:\.\d+)?)[\s*_]*(?:\}|\])?"
+    r"(?:\s*/\s*10|\s+out\s+of\s+10|\s+points?)?[\s*_`$.]*",
+    re.IGNORECASE,
 )
 
 TOPICS = (
@@ -311,13 +316,13 @@ def judge_messages(
 
 def read_score(text: str) -> float | None:
     """The last line `Score: N` after the reasoning, as a share of HIGHEST; None where there is
-    none, or N is out of range.
+    none, or its N is not a number of the range.
     """
-    for score in reversed(SCORE.findall(answer_part(text))):
-        if 0 <= float(score) <= HIGHEST:
-            return float(score) / HIGHEST
-        break
-    return None
+    lines = SCORE_LINE.findall(answer_part(text))
+    score = SCORE.fullmatch(lines[-1]) if lines else None
+    if score is None or float(score[1]) > HIGHEST:
+        return None
+    return float(score[1]) / HIGHEST
 
 
 class PromptRow(BaseModel):

@@ -5,7 +5,10 @@ is.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -238,10 +241,34 @@ def test_the_last_number_counts(value: float, before: str) -> None:
         "Score: 1e3",
         "the Score: 7 is what I give",
         "Score: 7 or 8",
+        "Score: 9\nScore: not yet",
+        "Score: 4/5",
+        "Score: 8%",
+        "Score: 3\nFinal Score: 70",
     ],
 )
 def test_what_is_no_score(text: str) -> None:
     assert read_score(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Score: 7 out of 10",
+        "Clarity\nScore: 9\n**Final Score: 7/10**",
+        "Score：7",
+        "- Score: 7",
+        r"Score: \boxed{7}",
+        "Score: $7$",
+        "`Score: 7`",
+        "Score: [7]",
+        "Overall score: 7 points.",
+        "### Score\n\n**Score**: **7/10**",
+        "score 7",
+    ],
+)
+def test_spellings_of_a_score(text: str) -> None:
+    assert read_score(text) == 0.7
 
 
 @given(st.text(max_size=300))
@@ -251,6 +278,20 @@ def test_an_answer_cannot_end_itself(answer: str) -> None:
     mark = content.partition("[")[2].partition("]")[0]
     assert content.count(f"[{mark}]") == 3
     assert content.partition(f"\n[{mark}]\n")[2].partition(f"\n[{mark}]\n")[0] == harmless(answer)
+
+
+def test_requests_of_the_openai_client_are_not_logged(judge: Judge) -> None:
+    code = (
+        "from atroposlib.envs.runner.command_line import configure_logging; configure_logging()\n"
+        f"import openai; client = openai.OpenAI(base_url={judge.url!r}, api_key='a key')\n"
+        "client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'q'}])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT, env=os.environ | {"LOG_LEVEL": "INFO"},
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert (ran.stdout, ran.stderr) == ("", "")
 
 
 def test_prompts_are_read_and_held_out(env: JudgeEnv, tmp_path: Path) -> None:

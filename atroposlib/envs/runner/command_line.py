@@ -607,7 +607,7 @@ def configure_logging() -> None:
         datefmt="%H:%M:%S",
         handlers=[LogLines(sys.stdout)],
     )
-    for chatty in ("httpx", "httpcore", "openai", "filelock", "urllib3"):
+    for chatty in ("httpx", "httpx2", "httpcore", "openai", "filelock", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
