@@ -37,6 +37,7 @@ from tests.example_trainer.deterministic.determinism_check import packed_bits, r
 from tests.example_trainer.deterministic.training import decoder_for, summed_gradients
 from tests.gpu.attention_checks import attention_checks
 from tests.gpu.mixture_checks import Layer, mixture_checks
+from tests.gpu.prefix_checks import prefix_checks, prefix_times
 from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant.settings import enable_settings
 
@@ -325,12 +326,13 @@ def checks() -> dict[str, Callable[[], Result]]:
     found["packing: hidden states"] = lambda: packing("forward")
     found["packing: weight gradients"] = lambda: packing("gradients")
     found["float64: whole model"] = against_the_plain_decoder
-    return found | mixture_checks(Layer()) | attention_checks()
+    return found | mixture_checks(Layer()) | attention_checks() | prefix_checks()
 
 
 def settings_and_times() -> dict[str, Any]:
     """Return the settings of the run, and the times of the operations."""
-    shown = {name: round(value, 3) for name, value in times().items()}
+    measured = times() | prefix_times(milliseconds)
+    shown = {name: round(value, 3) for name, value in measured.items()}
     for name, value in shown.items():
         print(f"  {name}: {value} ms", flush=True)
     return {"settings": enable_settings(), "milliseconds": shown}

@@ -29,11 +29,14 @@ class Asking(BaseEnv):
         ahead: batches that it samples ahead. 0: each item is sampled with a seed of its own, from the
             weights of its batch. Above 0, each is sampled in two halves. From 2 on, one item at a
             time waits for the trainer's next step in between.
+        prompt: tokens of a prompt.
     """
 
     name = "asking"
 
-    def __init__(self, url: str, servers: Sequence[LightServer], ahead: int) -> None:
+    def __init__(
+        self, url: str, servers: Sequence[LightServer], ahead: int, prompt: int = 2
+    ) -> None:
         settings: dict[str, Any] = {
             "group_size": GROUP,
             "rollout_server_url": url,
@@ -43,10 +46,13 @@ class Asking(BaseEnv):
         if ahead:
             settings["max_batches_offpolicy"] = ahead
         config = BaseEnvConfig(
-            exact_resume=not ahead, max_token_length=8, service_timeout=60, **settings
+            exact_resume=not ahead,
+            max_token_length=prompt + LENGTH,
+            service_timeout=60,
+            **settings,
         )
         super().__init__(config, [APIServerConfig(base_url="http://localhost:9")])
-        self.servers, self.ahead = servers, ahead
+        self.servers, self.ahead, self.prompt = servers, ahead, prompt
         self.tokenizer = "none"
         self.server.wait_until_well = self.no_servers  # type: ignore[method-assign,assignment]
 
@@ -64,7 +70,7 @@ class Asking(BaseEnv):
     async def collect_trajectories(self, item: int) -> tuple[Any, list[Any]]:
         await asyncio.sleep(random.uniform(0, 0.02))
         server = random.choice(self.servers)
-        prompt = [item % 61, 1]
+        prompt = [item % 61, *[1] * (self.prompt - 1)]
         if not self.ahead:
             answers = [await self.ask(server, [prompt] * GROUP, LENGTH, self.sampling_seed())]
         else:
@@ -104,9 +110,9 @@ def group_of(prompt: list[int], answers: list[dict[str, Any]]) -> dict[str, Any]
     spans = [[one["version"], len(one["tokens"][0])] for one in answers]
     return {
         "tokens": [[*prompt, *row] for row in rows],
-        "masks": [[-100, -100, *row] for row in rows],
+        "masks": [[*[-100] * len(prompt), *row] for row in rows],
         "scores": [float(sum(row) % 2) for row in rows],
-        "inference_logprobs": [[1.0, 1.0, *row] for row in logprobs],
+        "inference_logprobs": [[*[1.0] * len(prompt), *row] for row in logprobs],
         "weight_versions": [answers[0]["version"]] * len(rows),
         "weight_epochs": [answers[0]["epoch"]] * len(rows),
         "weight_version_spans": [spans] * len(rows),
@@ -116,7 +122,9 @@ def group_of(prompt: list[int], answers: list[dict[str, Any]]) -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def environment(url: str, servers: Sequence[LightServer], ahead: int) -> Iterator[None]:
+def environment(
+    url: str, servers: Sequence[LightServer], ahead: int, prompt: int = 2
+) -> Iterator[None]:
     """Run an environment in a thread, for the time of the block."""
     started: list[Any] = []
     ready = threading.Event()
@@ -125,7 +133,7 @@ def environment(url: str, servers: Sequence[LightServer], ahead: int) -> Iterato
         started.extend([asyncio.get_running_loop(), asyncio.current_task()])
         ready.set()
         with contextlib.suppress(asyncio.CancelledError):
-            await Asking(url, servers, ahead).env_manager()
+            await Asking(url, servers, ahead, prompt).env_manager()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), name="environment")
     thread.start()

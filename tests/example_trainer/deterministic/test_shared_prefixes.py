@@ -18,7 +18,6 @@ from example_trainer.deterministic.parity import ParityCheck, ParityError
 from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder, Geometry
 from example_trainer.models.packing import Packing
-from example_trainer.models.shards import GradientSums
 from example_trainer.training import model as training_model
 from example_trainer.training.step import response_logprobs
 from tests.example_trainer.deterministic.layouts import MODELS
@@ -30,6 +29,7 @@ from tests.example_trainer.deterministic.training import (
     decoder_for,
     rollouts,
     train,
+    tree_gradients,
 )
 from vllm_patching.batch_invariant.plan import SumPlan
 
@@ -75,20 +75,6 @@ def test_logprobs_and_entropies_have_the_bits_of_whole_sequences(
     assert [place for place in whole if not torch.equal(shared[place], whole[place])] == []
 
 
-def gradients(model: Decoder, tokens: Tensor, packing: Packing) -> dict[str, Tensor]:
-    """Gradients of Σ weight · logprob over the tokens of each sequence behind its first 70."""
-    model.arithmetic.sums = sums = GradientSums(model)
-    rows = [packing.rows_seen[number][69:] for number in range(len(packing.lengths))]
-    rows = [row for row in rows if len(row) > 1]
-    sources = torch.cat([row[:-1] for row in rows])
-    targets = torch.cat([tokens[row[1:]] for row in rows])
-    counts = Packing([len(row) - 1 for row in rows])
-    hidden = model.arithmetic.ops.rows(model(tokens, packing), sources, packing)
-    logprobs, _ = model.chosen_logprobs(hidden, targets, counts, 64)
-    (logprobs * torch.cos(torch.arange(len(logprobs)))).sum().backward()
-    return sums.take()
-
-
 @pytest.mark.parametrize("geometry", [SMALL, MIXTURE], ids=["dense", "mixture"])
 def test_gradients_repeat_and_are_those_of_whole_sequences(geometry: Geometry) -> None:
     """In float64 the sums over whole sequences are the reference."""
@@ -97,10 +83,8 @@ def test_gradients_repeat_and_are_those_of_whole_sequences(geometry: Geometry) -
     drawn = decoder_for("cpu", geometry=geometry)
     exact = deterministic_decoder(geometry, torch.float64)
     exact.load_state_dict(drawn.state_dict())
-    whole = torch.cat([tokens[TREE.rows_seen[number]] for number in (1, 2, 3)])
-    expected = gradients(exact, whole, Packing([75, 87, 90]))
-    shared = gradients(exact, tokens, TREE)
-    found = gradients(drawn, tokens, TREE)
+    expected = tree_gradients(exact, tokens, TREE, together=False)
+    shared, found = (tree_gradients(one, tokens, TREE, together=True) for one in (exact, drawn))
     assert found.keys() == shared.keys() == expected.keys()
     for name, gradient in expected.items():
         scale = float(gradient.norm())
@@ -108,7 +92,7 @@ def test_gradients_repeat_and_are_those_of_whole_sequences(geometry: Geometry) -
         assert float((found[name] - gradient).norm()) < 2e-5 * scale, name
     for recomputed in (False, True):
         drawn.gradient_checkpointing = recomputed
-        again = gradients(drawn, tokens, TREE)
+        again = tree_gradients(drawn, tokens, TREE, together=True)
         assert all(torch.equal(again[name], found[name]) for name in found), recomputed
 
 

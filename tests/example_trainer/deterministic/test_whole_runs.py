@@ -18,7 +18,7 @@ import pytest
 
 from example_trainer.launcher import roles
 from tests.conftest import Processes
-from tests.example_trainer.deterministic.asking import GROUP, environment
+from tests.example_trainer.deterministic.asking import GROUP, LENGTH, environment
 from tests.light_servers import SOON, LightServer, Starter, until
 from tests.still_running import json_rows
 
@@ -166,6 +166,28 @@ def test_a_trainer_that_is_killed_in_a_step_ends_with_the_same_weights(
     assert seen is not None
     assert not [one for one in seen["mixtures"] if "no memory" in one]
     assert killed.learned() == whole["learned"]
+
+
+def test_answers_that_share_a_prompt_have_the_samplers_bits_and_resume_exactly(
+    new_run: Callable[..., Run],
+) -> None:
+    """The sampler forwards whole sequences. The prompts of a batch are forwarded once each."""
+    prompt, learned = 24, []
+    for name, deaths in {"shared": (), "shared and killed": (("comparing", 3),)}.items():
+        run = new_run(name)
+        options = run.to_servers() | {"tokens-per-microbatch": 80}
+        resume: tuple[str, ...] = ()
+        with environment(run.url, run.servers, 0, prompt):
+            for place, passes in deaths:
+                death = {"dies": place, "passes": passes}
+                assert run.train(BROADCAST, "--share-prefixes", options=options, **death) == -9
+                resume = ("--resume", "auto")
+            status = run.train(BROADCAST, "--share-prefixes", *resume, options=options)
+            assert status == 0, run.log[-3000:]
+        once = (prompt + GROUP * LENGTH) / (GROUP * (prompt + LENGTH))
+        assert [row["packing_ratio"] for row in run.rows()] == pytest.approx([once] * STEPS)
+        learned.append(run.learned())
+    assert learned[0] == learned[1]
 
 
 def test_two_servers_give_the_weights_of_one_and_a_third_with_another_plan_is_left_out(

@@ -67,6 +67,40 @@ def summed_gradients(model: Decoder, sequences: Sequence[Tensor], size: int) -> 
     return sums.take()
 
 
+def tree_logprobs(
+    model: Decoder, tokens: Tensor, tree: Packing, together: bool
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of the tokens behind the first span of a tree, for each sequence that
+    a further span ends.
+
+    Args:
+        tokens: of the tree.
+        together: forward each span once, and not each sequence as a whole.
+    """
+    first, paths = tree.lengths[0], [rows.to(tokens.device) for rows in tree.rows_seen[1:]]
+    packing, ids, places = tree, tokens, paths
+    if not together:
+        packing = Packing([len(path) for path in paths], tokens.device)
+        ids = torch.cat([tokens[path] for path in paths])
+        places = list(torch.arange(len(ids), device=tokens.device).split(packing.lengths))
+    sources = torch.cat([place[first - 1 : -1] for place in places])
+    targets = torch.cat([tokens[path[first:]] for path in paths])
+    counts = Packing([len(path) - first for path in paths], tokens.device)
+    hidden = model.arithmetic.ops.rows(model(ids, packing), sources, packing)
+    logprobs, entropies = model.chosen_logprobs(hidden, targets, counts)
+    return logprobs, entropies
+
+
+def tree_gradients(
+    model: Decoder, tokens: Tensor, tree: Packing, together: bool
+) -> dict[str, Tensor]:
+    """Gradient of each parameter for a sum of weighted logprobs; see tree_logprobs."""
+    model.arithmetic.sums = sums = GradientSums(model)
+    logprobs, _ = tree_logprobs(model, tokens, tree, together)
+    (logprobs * torch.cos(torch.arange(len(logprobs), device=tokens.device))).sum().backward()
+    return sums.take()
+
+
 PROMPT = 36
 """Tokens of a prompt that the rollouts of a group share: as many as packing shares in groups of two."""
 
