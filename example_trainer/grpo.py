@@ -24,8 +24,10 @@ if __name__ == "__main__":
 
 import contextlib
 import logging
+import os
 from collections.abc import Sequence
 
+from example_trainer.child_processes.processes import CHECK_ONLY
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.parallel.launch import launch
@@ -40,9 +42,11 @@ logger = logging.getLogger("example_trainer.grpo")
 def main(arguments: Sequence[str], stop: StopSignal) -> int:
     """Train in this process, or start one process for each rank and wait for all.
 
-    Returns the exit status.
+    Returns the exit status. With the variable CHECK_ONLY only the options are read.
     """
     config = parse_config(arguments)
+    if os.environ.get(CHECK_ONLY) == "1":
+        return 0
     plan = plan_ranks(config, stop)
     if plan.count == 1:
         train(plan.config, stop)

@@ -23,6 +23,8 @@ from example_trainer.child_processes.guard import descendants, exit_status, send
 
 logger = logging.getLogger(__name__)
 
+CHECK_ONLY = "LOCKSTEP_CHECK_ONLY"
+"""Variable; with 1 a program reads its options, and ends."""
 GUARD = Path(__file__).with_name("guard.py")
 GUARD_MARGIN_SECONDS = 20.0
 """Time of the guard, beside the grace period, to end the processes that the command left behind."""

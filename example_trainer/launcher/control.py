@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -17,6 +18,7 @@ from example_trainer.child_processes.files import private_files, write_whole
 from example_trainer.child_processes.guard import send
 from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import (
+    CHECK_ONLY,
     RunningProcess,
     Supervisor,
     describe_exit,
@@ -40,6 +42,8 @@ from example_trainer.launcher.roles import Command
 from example_trainer.launcher.stack import Stack
 
 SERVICE_SECONDS = 60.0
+FLAGS_SECONDS = 300.0
+"""Limit for the trainer to read its flags before the start."""
 SETTLE_SECONDS = 1.5
 """Time that a part without a port must run before it counts as started."""
 LEFTOVER_SECONDS = 20.0
@@ -99,6 +103,7 @@ class Starter:
             self.refuse_what_runs()
             self.clear_leftovers()
             self.refuse_ports()
+            self.refuse_flags()
             self.keys = make_keys(self.options.run, os.environ, running=bool(self.running()))
             write_whole(self.options.run / "commands.sh", self.stack.script().encode())
             save(self.options)
@@ -162,6 +167,36 @@ class Starter:
             raise LauncherError(
                 f"ports are taken: {listed}; stop what listens there, or give other ports"
             )
+
+    def refuse_flags(self) -> None:
+        """Have the trainer read its further flags now: it starts only after vLLM has loaded the
+        model, which takes minutes.
+        """
+        if "trainer" not in self.options.parts or not self.options.trainer_args:
+            return
+        self.say(f"{'trainer':<12} reads its flags")
+        command = self.stack.command("trainer")
+        try:
+            done = subprocess.run(
+                command.arguments,
+                cwd=ROOT,
+                env={**os.environ, **command.variables, CHECK_ONLY: "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=FLAGS_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise LauncherError(
+                f"the trainer has not read its flags (--trainer-args) after {FLAGS_SECONDS:.0f} s: "
+                "look at the machine's load and its disk"
+            ) from None
+        if done.returncode:
+            *_, last = done.stdout.strip().splitlines() or (describe_exit(done.returncode),)
+            reason = re.sub(r"^ERROR [\d:]+ ", "", last)
+            raise LauncherError(f"the trainer refuses its flags (--trainer-args): {reason}")
 
     def start(self, part: str) -> None:
         """Start one part; wait for it if others need it to answer."""

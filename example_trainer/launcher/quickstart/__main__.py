@@ -15,7 +15,7 @@ if not __package__:
         Path(__file__).resolve().parents[3]
     )  # run by path: import from the repository
 
-from example_trainer.child_processes.processes import ProcessError
+from example_trainer.child_processes.processes import CHECK_ONLY, ProcessError
 from example_trainer.launcher.command_line import run_command
 from example_trainer.launcher.quickstart.options import parse
 
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     except ProcessError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 2
-    if os.environ.get("LOCKSTEP_CHECK_ONLY") == "1":
+    if os.environ.get(CHECK_ONLY) == "1":
         return 0
     # Only now, so that --help and a wrong flag need nothing installed and no time.
     from rich.console import Console

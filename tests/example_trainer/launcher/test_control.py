@@ -24,6 +24,7 @@ from example_trainer.launcher.command_line import LauncherError
 from example_trainer.launcher.control import Part, Starter, claimed, stop_parts
 from example_trainer.launcher.options import parse
 from example_trainer.launcher.records import PARTS, Record, Records, parts_of
+from example_trainer.launcher.stack import Stack
 from example_trainer.launcher.status import collect, table
 from tests.example_trainer.launcher.small_stack import (
     FAILS,
@@ -340,6 +341,18 @@ def test_a_record_that_cannot_be_read_is_named(run: Run) -> None:
     with pytest.raises(LauncherError, match=r"vllm\.json is not a record of a process"):
         collect(run.folder)
     (run.records.folder / "vllm.json").unlink()
+
+
+def test_flags_that_the_trainer_refuses_are_named_before_anything_starts(run: Run) -> None:
+    options = small_options(run.folder, run.ports, PARTS)
+    options = replace(options, trainer_args=("--klcoef", "1"))
+    refusal = r"refuses its flags \(--trainer-args\): unknown flag --klcoef; did you mean --kl-coef"
+    with pytest.raises(LauncherError, match=refusal):
+        Starter(Stack(options), run.said.append).run()
+    assert run.said == ["trainer      reads its flags"]
+    assert not (run.folder / "api.log").exists()
+    fits = Starter(Stack(replace(options, trainer_args=("--kl-coef", "0.1"))), run.said.append)
+    fits.refuse_flags()
 
 
 def test_links_lead_to_the_logs_and_replace_no_file(
