@@ -412,7 +412,8 @@ def attention_varlen(
 
     A sequence that continues others has the bits of one that holds their tokens too. For vLLM's
     kernel it is a request whose first tokens are in the cache: the last query sees all keys, the
-    one before it all but one, and so on.
+    one before it all but one, and so on. By its sources, FlashAttention 3 chooses the queries of a
+    tile by the number of queries, but takes blocks of 128 keys for heads of 128 in any case.
 
     Keys and values are laid out in pages as vLLM's cache has them, because FlashAttention chooses
     its tiles by that.

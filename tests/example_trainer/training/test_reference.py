@@ -85,13 +85,16 @@ def workers(
     }
 
 
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(("budget", "ranks"), [(40, 1), (90, 2), (10**6, 1)])
 def test_deterministic_rows_have_the_trainers_bits_whatever_shares_a_pass(
-    budget: int, ranks: int
+    budget: int, ranks: int, share: bool
 ) -> None:
-    model, groups = deterministic_model(), make_groups(6)
-    settings = settings_of(model, share_prefixes=False)
+    """Also where the trainer does not share what the worker shares."""
+    model, groups = deterministic_model(), make_groups(6, prompt_length=30)
+    settings = settings_of(model, share_prefixes=share)
     expected = trainers_own(model, groups, budget, False, ranks)
+    assert trainers_own(model, groups, budget, share, ranks) == expected
     assert workers(model, groups, settings) == expected
     small = TrainerConfig(model_name="m", seq_len=64, tokens_per_microbatch=7)
     assert workers(model, groups, settings, small) == expected
