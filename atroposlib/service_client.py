@@ -1,7 +1,7 @@
 """Clients of the rollout service: for the event loop of an environment, and for the threads of a
 trainer.
 
-A transient outage never loses a group and never ends the process: every call is tried again, with
+A transient outage never loses a group and never ends the process. Every call is tried again, with
 growing pauses and a line in the log, until `timeout` seconds have passed. A post carries an
 idempotency key, so that a retry is not counted twice.
 """

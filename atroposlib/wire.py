@@ -1,11 +1,11 @@
 """The wire: what SDK, rollout service and trainer share about groups of rollouts.
 
-`ScoredDataGroup` lists the fields of a group, once for environments, rollout service and trainer: its
-annotations define what a field holds, and the checks on both sides follow from them. A new field is
-one line there, and one in `ScoredDataItem` if single responses carry it.
+`ScoredDataGroup` lists the fields of a group, once for environments, rollout service and trainer.
+Its annotations define what a field holds, and the checks on both sides follow from them. A new
+field is one line there, and one in `ScoredDataItem` if single responses carry it.
 
 For sequence `i` of a group, the `per_token` fields have one entry for each of `tokens[i]`.
-`masks[i]` holds the token id where the token is trained and -100 at prompt positions;
+`masks[i]` holds the token id where the token is trained and -100 at prompt positions.
 `inference_logprobs[i]` holds the logprob under which the token was sampled and 1.0 at prompt
 positions.
 
@@ -34,8 +34,9 @@ LEAST_INTEGER, LARGEST_INTEGER = -(2**63), 2**64 - 1
 whole document."""
 LARGEST_SCORE = 1e9
 """Largest magnitude of a score or an advantage. Sums over a batch of 2**20 sequences and squares of
-those sums stay far below the largest float32, and so do gradients that are proportional to an
-advantage."""
+those sums stay far below the largest float32. So do gradients that are proportional to an
+advantage.
+"""
 LEAST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 """Between these magnitudes a number is neither 0 nor infinite in float32."""
 
@@ -152,8 +153,8 @@ def _kinds(annotation: Any) -> list[Any]:
 
 
 SCORE_TOLERANCE = 1e-6
-"""Scores of a group count as equal if they differ by at most this share of the largest magnitude,
-or of 1 if that is larger. Sums of float32 rewards differ by a few 1e-7 although they mean the same.
+"""Scores of a group count as equal if they differ by at most this share of the larger of 1 and the
+largest magnitude. Sums of float32 rewards differ by a few 1e-7 although they mean the same.
 """
 
 
@@ -326,12 +327,13 @@ class ScoredDataGroup(TypedDict, total=False):
     ]
     """[n][spans]: the epoch of the weights of each span."""
     sampling_params: Annotated[Any, NullWhereUnknown()]
-    """[n]: of the distribution that the sequence's tokens were sampled from, an object of numbers:
-    `temperature`, and what was not neutral of `top_p`, `top_k`, `min_p`, `presence_penalty`,
+    """[n]: of the distribution that the sequence's tokens were sampled from, an object of numbers.
+    It has `temperature`; and the non-neutral ones of `top_p`, `top_k`, `min_p`, `presence_penalty`,
     `frequency_penalty`, `repetition_penalty` and `min_tokens`; `constrained` if something else
-    changed it; and `max_tokens` of the last request. A sequence whose turns were sampled in
-    different ways has a list of such objects instead, each with `tokens`, its number of sampled
-    tokens, in their order."""
+    changed it. `max_tokens` is of the last request. A sequence whose turns were sampled in
+    different ways has a list of such objects instead, in their order. Each has `tokens`, its number
+    of sampled tokens.
+    """
     finish_reasons: Annotated[Any, NullWhereUnknown()]
     """[n]: why the sampling of the sequence's last turn ended: "stop", "length" or another word of
     the server's."""
@@ -602,11 +604,11 @@ class DropCounter:
 
 # ---- weight versions ----
 
-# A weight version is a number of optimizer steps, so a trainer that dies at 17 and resumes from a
-# checkpoint at 10 makes 11 to 17 a second time, and they are other weights. Each trainer process has
-# an epoch from the rollout service, above the epochs of the trainers that it continues. Each sampled
-# token has the version and the epoch of its weights. Epoch 0 is the checkpoint that the first trainer
-# began with.
+# A weight version is a number of optimizer steps, so it can repeat. A trainer that dies at 17 and
+# resumes from a checkpoint at 10 makes 11 to 17 a second time. They are other weights. Each trainer
+# process has an epoch from the rollout service, above the epochs of the trainers that it continues.
+# Each sampled token has the version and the epoch of its weights. Epoch 0 is the checkpoint that
+# the first trainer began with.
 #
 #     session 1   0 ── 5 ── 10 ── 14 ── 17 †     sampled at (1, 5):  still in the lineage, counts as 5
 #     session 2              10 ── 11 ── 12      sampled at (1, 14): counts as 9, below all of session 2

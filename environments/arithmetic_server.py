@@ -7,10 +7,9 @@ download.
 
 The reward is +1 when the last \boxed{} holds the right number, else -1.
 
-Training problems and held-out problems are disjoint by construction. A keyed hash of the
-*unordered pair of operands* decides on which side a problem lies, so two numbers that appear
-together in a held-out problem never appear together in training: not under another story, not in
-the other order, and not with the other operation.
+Training problems and held-out problems are disjoint by construction. A keyed hash of the *unordered
+pair of operands* decides on which side a problem lies. So two numbers that appear together in a
+held-out problem never appear together in training. This holds for any story, order and operation.
 
 >>> held_out_problems(1)[0] == held_out_problems(200)[0]
 True

@@ -19,10 +19,10 @@ the reference's source decides the side.
 >>> held_out_problems(1)[0].question == held_out_problems(50)[0].question
 True
 
-**The program in an answer.** Fences come in pairs, as in CommonMark: a block ends at a fence of the
+**The program in an answer.** Fences come in pairs, as in CommonMark. A block ends at a fence of the
 same character, at least as long and without an info string. Two things that models write go beyond
-it: a fence may be indented by any amount (in a list), and a backtick fence without an info string,
-or with Python's name, may open behind text on the same line. A tag or a brace may follow a closing
+it. A fence may be indented by any amount (in a list). A backtick fence without an info string, or
+with Python's name, may open behind text on the same line. A tag or a brace may follow a closing
 fence, and code may begin behind the opening one. Blocks inside a block of Markdown count as blocks.
 """
 

@@ -129,9 +129,8 @@ def read_question(row: Any, columns: Columns) -> Question:
         isinstance(entry, dict) and "role" in entry for entry in question
     ):
         raise BadRow(
-            f"{question_column!r} is a list of messages, and a question is text: put the text "
-            f"of the user's message into a "
-            "column and name it with --env.question_column"
+            f"{question_column!r} is a list of messages, and a question is text. Put the text of "
+            "the user's message into a column and name it with --env.question_column"
         )
     if not isinstance(question, str) or not question.strip():
         raise BadRow(f"{question_column!r} is empty or not text")
@@ -255,10 +254,9 @@ def load_suite(name: str, folder: Path | None) -> Rows[Question]:
     """
     suite = SUITES[name]
     remedy = (
-        f"put its {suite.split} split ({suite.size} rows, {suite.hub} on the hub) as "
-        f"{name}.jsonl into a folder, one JSON "
-        "object a line with `problem` or `question`, and `answer`; and pass --env.suites_folder "
-        "with that folder"
+        f"put its {suite.split} split ({suite.size} rows, {suite.hub} on the hub) as {name}.jsonl "
+        "into a folder. Each line is a JSON object with `problem` or `question`, and `answer`. "
+        "Pass --env.suites_folder with that folder"
     )
     if folder is None:
         return load_from_hub(suite.hub, suite.config, [suite.split], remedy=remedy)[0]

@@ -63,8 +63,9 @@ class ServerKeys:
             if url not in self._named | self._refused:
                 self._refused.add(url)
                 logger.warning(
-                    "[Fleet] %s does not join: the rollout service that names it needs no key, so %s is not sent there; "
-                    "add it to --vllm-servers, or give service and trainer a key (%s)",
+                    "[Fleet] %s does not join: the rollout service that names it needs no key, so "
+                    "%s is not sent there. Add it to --vllm-servers, or give service and trainer "
+                    "a key (%s)",
                     url, SECRETS["vllm_api_key"], SECRETS["atropos_api_key"],
                 )  # fmt: skip
         return [url for url in urls if url in self._named]

@@ -64,7 +64,7 @@ def init_batch_invariance() -> list[str]:
 
     Call it before anything uses the GPU, and before vLLM is imported. It works with every supported
     vLLM, wherever that version keeps its own function of this name and whatever arguments that
-    takes. Without an NVIDIA GPU vLLM has no such mode: only the settings are pinned, the operations
+    takes. Without an NVIDIA GPU vLLM has no such mode. Only the settings are pinned, the operations
     run their reference in torch, and the log has a warning. Safe to call twice.
 
     Returns:
@@ -133,7 +133,7 @@ def patch_batch_invariant_with_gradients() -> list[str]:
     """Pin torch's settings for the rest of the process, and give `torch.bmm` its gradient back.
 
     vLLM's mode puts a plain function of its own in the place of `torch.bmm`, through which no
-    gradient flows: training would go on with parameters that never change. The function stays what
+    gradient flows. Training would go on with parameters that never change. The function stays what
     computes the product, also in the backward pass. Its other replacements lie below autograd and
     need nothing. Safe to call twice.
 

@@ -143,8 +143,8 @@ class ParallelOptions(Section):
 
     ranks: int | Literal["auto"] = Field(
         "auto",
-        description="processes of this trainer, which it starts itself; auto: one for each GPU that it sees, for each rank of "
-        "vLLM with --single-copy, and one on a CPU",
+        description="processes of this trainer, which it starts itself. With auto, one for each "
+        "GPU that it sees, for each rank of vLLM with --single-copy, and one on a CPU",
     )
     rank_timeout: float = Field(
         600.0, gt=0, description="seconds that the ranks wait for each other"
@@ -455,8 +455,8 @@ class CorrectionOptions(Section):
 
     correction: Correction = Field(
         "token_truncate",
-        description="what is done about trainer and sampler not being the same: weights (truncate) or left out (mask), by the "
-        "ratio of a token or of its sequence",
+        description="correction of the difference between trainer and sampler: weights (truncate) "
+        "or left out (mask), by the ratio of a token or of its sequence",
     )
     correction_high: float = Field(
         2.0,
@@ -797,8 +797,9 @@ class TrainerConfig(
         ):
             if values.get(name, implied) not in (implied, None, str(implied), str(implied).lower()):
                 raise ValueError(
-                    f"--colocate needs {flag_of(name)} {implied}, which is {values[name]!r}: trainer and vLLM take turns on "
-                    "one GPU with one copy of the weights; leave one of them out"
+                    f"--colocate needs {flag_of(name)} {implied}, which is {values[name]!r}: "
+                    "trainer and vLLM take turns on one GPU with one copy of the weights. Leave "
+                    "one of them out"
                 )
         return {
             **values,
@@ -838,21 +839,23 @@ class TrainerConfig(
         )
         yield (
             self.single_copy and self.several_updates,
-            f"{one_copy} and --ppo-epochs {self.ppo_epochs} with --minibatches {self.minibatches} exclude each other: "
-            "between the updates of a batch the trainer's parameters change, and vLLM would sample from them; give "
-            "--use-shared-memory (broadcast), or one of each",
+            f"{one_copy} and --ppo-epochs {self.ppo_epochs} with --minibatches {self.minibatches} "
+            "exclude each other. Between the updates of a batch the trainer's parameters change, "
+            "and vLLM would sample from them. Give --use-shared-memory (broadcast), or one of "
+            "each",
         )
         yield (
             self.single_copy and self.expert_parallel > 1,
-            f"{one_copy} and --expert-parallel {self.expert_parallel} exclude each other: the ranks of a single copy split "
-            "each expert's inner width as vLLM's ranks do; give --use-shared-memory (broadcast), or leave "
-            "--expert-parallel out",
+            f"{one_copy} and --expert-parallel {self.expert_parallel} exclude each other: the "
+            "ranks of a single copy split each expert's inner width as vLLM's ranks do. Give "
+            "--use-shared-memory (broadcast), or leave --expert-parallel out",
         )
         yield (
             self.lora is not None and bool(self.lora_dropout) and self.several_updates,
-            f"--lora-dropout {self.lora_dropout:g} and --ppo-epochs {self.ppo_epochs} with --minibatches "
-            f"{self.minibatches} exclude each other: the ratio to the batch's first weights would be that of two random "
-            "masks, and bounds would act on noise; give --lora-dropout 0, or one of each",
+            f"--lora-dropout {self.lora_dropout:g} and --ppo-epochs {self.ppo_epochs} with "
+            f"--minibatches {self.minibatches} exclude each other. The ratio to the batch's first "
+            "weights would be that of two random masks, and bounds would act on noise. Give "
+            "--lora-dropout 0, or one of each",
         )
         yield (
             len(self.vllm_servers) > 1 and (self.single_copy or self.weight_bridge_mode == "none"),
@@ -905,8 +908,9 @@ class TrainerConfig(
         )
         yield (
             pushes and self.weight_transfer == "direct",
-            "--weight-transfer direct and --weight-bridge-mode parameter_server exclude each other: a parameter server "
-            "receives beside what it holds; leave it out here, and give it to the parameter server if vLLM is to receive so",
+            "--weight-transfer direct and --weight-bridge-mode parameter_server exclude each "
+            "other: a parameter server receives beside what it holds. Leave it out here, and give "
+            "it to the parameter server if vLLM is to receive so",
         )
         behind = self.push_every - 1
         yield (
@@ -927,8 +931,9 @@ class TrainerConfig(
         )
         yield (
             self.max_reuse > 1 and self.correction == "none",
-            f"--max-reuse {self.max_reuse} needs a --correction, which is 'none': what is trained on again was sampled "
-            "with other weights than the present ones, and would be learned from as if it were not",
+            f"--max-reuse {self.max_reuse} needs a --correction, which is 'none'. Groups that are "
+            "trained on again were sampled with other weights, and would be learned from as if "
+            "they were not",
         )
         yield (
             self.minibatches > self.sequences_per_step,

@@ -145,7 +145,7 @@ def run(main: Callable[[StopSignal], int | None]) -> int:
             it started.
 
     Returns:
-        0 when done, or the status that `main` returns; 2 for a wrong option; 1 for any other error;
+        0 when done, or the status that `main` returns. 2 for a wrong option; 1 for any other error;
         128 + n when signal n asked to stop.
     """
     log_to_stdout()

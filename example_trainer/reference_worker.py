@@ -5,8 +5,8 @@
 For a trainer with --kl-coef and --ref-logprobs-from-workers, which then holds no reference of its
 own. A worker leases groups from the rollout service, runs the frozen model over them, and hands the
 logprobs back. It keeps nothing: start as many as are needed, on as many machines, and kill them
-when you like; what one held goes to another when its lease is over. The trainer sends how it
-computes (dtype, operations, temperature); a worker that cannot do the same ends with one line.
+when you like. A killed worker's groups go to another when its lease is over. The trainer sends how
+it computes (dtype, operations, temperature); a worker that cannot do the same ends with one line.
 """
 
 from __future__ import annotations

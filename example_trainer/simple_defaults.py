@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 STARTER_MODEL = str(Path(__file__).resolve().parents[1] / "assets" / "starter_model")
 GUIDE_BYTES = 64 * 2**30
-"""GPU memory that the guide's run needs, by estimate: 31 GB of weights, masters, moments and
-gradient sums, 16 GB of activations of a pass, and 0.3 of the GPU for vLLM."""
+"""GPU memory that the guide's run needs, by estimate. It is 31 GB of weights, masters, moments and
+gradient sums, 16 GB of activations of a pass, and 0.3 of the GPU for vLLM.
+"""
 
 
 @dataclass(frozen=True)

@@ -144,9 +144,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     every = "steps between greedy answers to the task's held-out problems; 0: never (default: %(default)s)"
     copies = (
-        "the trainer has a copy of the weights of its own, and vLLM is on the last GPU that can be seen, beside the trainer if "
-        "it is the only one; --dtype float32 then trains in that, "
-        "and a batch may be for several updates (--minibatches, --ppo-epochs)"
+        "the trainer has a copy of the weights of its own, and vLLM is on the last GPU that can "
+        "be seen. If that is the only one, the trainer is beside it. With --dtype float32 it "
+        "trains in that, and a batch may be for several updates (--minibatches, --ppo-epochs)"
     )
     cache = "exact size of vLLM's cache instead, for a GPU that other runs use at the same time"
     more = 'more flags for vLLM, in quotes: --vllm-args "--max-num-seqs 64"'

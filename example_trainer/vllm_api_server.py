@@ -3,11 +3,12 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-14B-Instruct \\
         --tensor-parallel-size 2 --port 9001 --dtype bfloat16
 
-Takes `vllm serve`'s flags. Ours: --allow-host, --bridge-timeout, --colocate, --deterministic, --engine-timeout,
---inflight-cache, --weight-version, --weight-epoch.
-Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes
-(default: the working directory); VLLM_API_KEY is the key that callers must have (without: vllm_patching/server/access.py);
-LOCKSTEP_TIMELINE is a folder for what it did when (docs/timelines.md).
+Takes `vllm serve`'s flags. Ours: --allow-host, --bridge-timeout, --colocate, --deterministic,
+--engine-timeout, --inflight-cache, --weight-version, --weight-epoch. Environment:
+VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer. LOGDIR is where
+vllm_bridge_config.json goes (default: the working directory). VLLM_API_KEY is the key that callers
+must have (without: vllm_patching/server/access.py). LOCKSTEP_TIMELINE is a folder for what it did
+when (docs/timelines.md).
 """
 
 from __future__ import annotations
@@ -216,8 +217,8 @@ def _cpu_defaults(args: argparse.Namespace) -> None:
         args.distributed_executor_backend = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     if args.dtype in ("bfloat16", "float16", "half"):
         print(
-            f"[vLLM Patch] --dtype {args.dtype}: without a GPU the weights are served in float32 instead "
-            "(16-bit kernels of vLLM's CPU build are not dependable on every processor)",
+            f"[vLLM Patch] --dtype {args.dtype}: without a GPU the weights are served in float32 "
+            "instead. (16-bit kernels of vLLM's CPU build are not dependable on every processor.)",
             flush=True,
         )
     args.dtype = "float32"

@@ -1,9 +1,9 @@
 """The trainer's client of a vLLM server: one place for deadlines, keys, retries and errors with
 what to do.
 
-All requests go through `VLLMClient`: the weight bridges (`weight_bridge/server.py`,
-`weight_bridge/lora.py`), the sampler of `batch/local_sampler.py`, the look at its logprobs, and the
-watch over a server that the trainer has started.
+All requests go through `VLLMClient`. It serves the weight bridges (`weight_bridge/server.py`,
+`weight_bridge/lora.py`) and the sampler of `batch/local_sampler.py`. The look at its logprobs, and
+the watch over a server that the trainer has started, use it too.
 """
 
 from __future__ import annotations

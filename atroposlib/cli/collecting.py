@@ -2,7 +2,8 @@
 writes rows of each group to a file of JSON lines.
 
 The rows of a batch are on the disk before the batch is acknowledged. A run that is killed in
-between gets the batch again, finds its rows at the end of the file, and does not write them twice.
+between gets the batch again. It finds its rows at the end of the file, and does not write them
+twice.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class ApiOptions(BaseModel):
     api_key_file: Path | None = Field(
         default=None,
         description="file with the bearer token that every request must carry (default: the "
-        "environment variable ROLLOUT_API_KEY; without either, only programs that call this "
-        "service by its address are answered, and no web pages)",
+        "environment variable ROLLOUT_API_KEY). Without a key, only programs that "
+        "call this service by its address are answered, and no web pages",
     )
     api_key: str | None = Field(
         default=None,
@@ -89,8 +89,8 @@ class ApiOptions(BaseModel):
     trusted_proxy: list[Network] = Field(
         default=[],
         description="address, or network such as 10.0.0.0/8, of a proxy whose X-Forwarded-For and "
-        "X-Forwarded-Proto are believed; every program at that address can send them (default: "
-        "none; may be given several times)",
+        "X-Forwarded-Proto are believed. Every program at that address can send them "
+        "(default: none; may be given several times)",
     )
     store: str | None = Field(
         default=None,
@@ -114,16 +114,16 @@ class ApiOptions(BaseModel):
     silent_after: Seconds = Field(
         default=QUEUE_LIMITS.silent_after,
         description="seconds without a call after which no batch waits for an environment's "
-        "reserved share, and after which the page shows it, or a trainer, as silent",
+        "reserved share, and the page shows it, or a trainer, as silent",
     )
     request_timeout: Seconds = Field(
         default=REQUEST_LIMITS.seconds, description="seconds for one request"
     )
     run_folder: Path | None = Field(
         default=None,
-        description="folder of the run, where the page at /ui finds what the trainer writes and "
-        "keeps what is to be seen later (default: the folder that the trainer names, and the rest "
-        "is kept beside the store)",
+        description="folder of the run, where the page at /ui finds the trainer's files and keeps "
+        "its own. Without it, the trainer names the folder, and the page's own files "
+        "are kept beside the store",
     )
     keep_rollouts: ByteCount = Field(
         default=MAX_BYTES,
@@ -137,9 +137,9 @@ class ApiOptions(BaseModel):
     )
     vllm_server: list[ServerAddress] = Field(
         default=[],
-        description="address of a vLLM server, such as http://10.0.0.5:9001, to which the page may "
-        "send VLLM_API_KEY to read its bridge state; other servers are polled without the key (may "
-        "be given several times)",
+        description="address of a vLLM server, such as http://10.0.0.5:9001, to which the page "
+        "may send VLLM_API_KEY to read its bridge state. Other servers are polled "
+        "without the key (may be given several times)",
     )
     no_ui: bool = Field(default=False, description="serve no page for people at /ui")
     ui_session_seconds: Seconds = Field(

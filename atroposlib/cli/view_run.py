@@ -71,8 +71,8 @@ def check_paths(paths: list[Path]) -> None:
             raise UsageError(f"{path} is not there")
         if not find_runs(path):
             raise UsageError(
-                f"{path} holds no run and no groups: a run has a metrics.jsonl, and a line of a file of groups is an object "
-                "with scores, and tokens or messages"
+                f"{path} holds no run and no groups: a run has a metrics.jsonl. A line of a file "
+                "of groups is an object with scores, and tokens or messages"
             )
 
 

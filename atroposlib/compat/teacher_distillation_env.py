@@ -1,9 +1,9 @@
 """`TeacherDistillationEnv`: an environment with a teacher of its own, as environments written for
 Atropos derive from it.
 
-Its teacher gives the logprobs of its likeliest tokens at every position, prompts included; what
-`--env.teacher_url` does for any environment, without a class, is less on the wire: the sampled
-token's logprob where one was sampled.
+Its teacher gives the logprobs of its likeliest tokens at every position, prompts included.
+`--env.teacher_url` needs no class and works for any environment. It sends less: only the logprobs
+of sampled tokens.
 """
 
 from __future__ import annotations

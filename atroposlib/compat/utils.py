@@ -224,9 +224,9 @@ def span_of_turn(
     """Return where a turn of the assistant begins in the tokens of its conversation, and where it
     ends.
 
-    Chat templates write a turn in one way while it is the last one and in another way later, and
-    they may open the reasoning in the generation prompt alone. So the turn is what differs from the
-    same conversation with other words in its place.
+    Chat templates write a turn in one way while it is the last one and in another way later. They
+    may open the reasoning in the generation prompt alone. So the turn is what differs from the same
+    conversation with other words in its place.
 
     Args:
         render: from messages and `with_opening` to token ids.

@@ -1,5 +1,5 @@
-"""The page as an ASGI application, for the rollout service and for `view-run`: its pages, the data for
-their scripts (GET /ui/api/…), static files, the sign-in, and the form of refusals.
+"""The page as an ASGI application, for the rollout service and for `view-run`. It has its pages,
+the data for their scripts (GET /ui/api/…), static files, the sign-in, and the form of refusals.
 
 The page's own threads read files, never the event loop.
 """

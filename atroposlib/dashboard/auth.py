@@ -2,13 +2,13 @@
 
 With a key, the page answers browsers that have signed in and programs that send the key. Without
 one, it answers this machine alone, by a name of its own. Two kinds of requests are refused in both
-cases: requests with a host name that was made to point here (DNS rebinding), and requests that
-another page sends. A link to the page may be followed.
+cases. One has a host name that was made to point here (DNS rebinding). The other is sent by another
+page. A link to the page may be followed.
 
-The sign-in is a cookie with its end and a number, signed with a key that is derived from the API
-key and a random salt. It ends at its time, and it is worthless after the API key or the salt has
-changed. A file holds the salt and the cookies that were signed out, so that both survive a restart.
-If the file is lost, all sign-ins end.
+The sign-in is a cookie with its end and a number. It is signed with a key that is derived from the
+API key and a random salt. It ends at its time, and it is worthless after the API key or the salt
+has changed. A file holds the salt and the cookies that were signed out, so that both survive a
+restart. If the file is lost, all sign-ins end.
 """
 
 from __future__ import annotations
@@ -256,9 +256,9 @@ class PageAuth:
             name = host_name(host)
             if name not in self.hosts and not is_loopback(name):
                 return (
-                    f"the Host {host[:200]!r} is not a name of this machine alone; open the page "
-                    "at http://127.0.0.1:PORT/ui, or "
-                    "start the service with --allow-host NAME or with a key"
+                    f"the Host {host[:200]!r} is not a name of this machine alone. Open the page "
+                    "at http://127.0.0.1:PORT/ui, or start the service with --allow-host NAME "
+                    "or with a key"
                 )
         return foreign_page(scope, headers)
 

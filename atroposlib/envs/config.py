@@ -44,13 +44,14 @@ class BaseEnvConfig(WarnsOfUnknownKeys, StrictNumbers):
     seed: int = Field(default=42, description="Seed of everything random in the environment")
     seed_rollouts: bool = Field(
         default=False,
-        description="Sample each item with a seed of its own, made of `seed` and the item's number: a deterministic server "
-        "then gives the same rollouts in every run",
+        description="Sample each item with a seed of its own, made of `seed` and the item's "
+        "number. A deterministic server then gives the same rollouts in every run",
     )
     exact_resume: bool = Field(
         default=False,
-        description="After a kill of any process, serve the items, with the seeds, that the run would have had without it "
-        "(docs/runs.md): needs a trainer with --max-staleness 0 and no second environment; implies seed_rollouts",
+        description="After a kill of any process, serve the items, with the seeds, that the run "
+        "would have had without it (docs/runs.md). Needs a trainer with "
+        "--max-staleness 0 and no second environment; implies seed_rollouts",
     )
 
     # Which items come next

@@ -90,9 +90,9 @@ def item_key(item: Any) -> str:
     text = repr(item)
     if " at 0x" in text:
         raise EnvironmentFailure(
-            f"--env.curriculum: an item's repr has an address in memory ({text:.80}), so it is not "
-            "known again after a "
-            "restart: define item_key(item), or make items of plain values or dataclasses"
+            f"--env.curriculum: an item's repr has an address in memory ({text:.80}), so it is "
+            "not known again after a restart. Define item_key(item), or make items of plain "
+            "values or dataclasses"
         )
     return hashlib.sha256(text.encode("utf-8", errors="backslashreplace")).hexdigest()[:16]
 
@@ -182,8 +182,7 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 
 MAX_SKIPPED = 1000
-"""Items in a row that a curriculum passes over; then one is taken, whatever it is: if all are easy,
-an easy one has to do."""
+"""Items in a row that a curriculum passes over. The next one is taken even if it is easy."""
 REQUESTS_OF_GROUP = 1_000_000
 """More than a group has: the seeds of its second making begin here."""
 

@@ -12,10 +12,11 @@ reward of its turn t, T_i the number of its turns, and γ the discount:
     d_{i,t} = G_{i,t} - mean of G_{j,t} over all j with t ≤ T_j  against the same turn of the others
     A_{i,t} = d_{i,t} / std of all d of the group
 
-Turns of the same number are compared because they have as much left to win; a turn that no other
-conversation came to has nothing to be compared with: 0. One standard deviation for all turns keeps
-their proportion. With one turn each, A is the trainer's `--advantages group` (arXiv:2402.03300),
-and so it is where only the last turn has a reward, all have as many turns, and γ = 1.
+Turns of the same number are compared because they have as much left to win. A turn that no other
+conversation came to has nothing to be compared with: its advantage is 0. One standard deviation for
+all turns keeps their proportion. With one turn each, A is the trainer's `--advantages group`
+(arXiv:2402.03300). The same holds where only the last turn has a reward, all have as many turns,
+and γ = 1.
 """
 
 import json
@@ -268,8 +269,8 @@ class MultiTurnConfig(BaseEnvConfig):
     )
     turn_rewards: Literal["sum", "to_go"] = Field(
         default="sum",
-        description="Use of the rewards of single turns: their sum is the score of the "
-        "conversation, or each turn's tokens answer for what comes from that turn on (advantages "
+        description="Use of the rewards of single turns. Either their sum is the score of the "
+        "conversation, or each turn's tokens get the rewards from that turn on (advantages "
         "for each token)",
     )
     discount: float = Field(
@@ -410,7 +411,7 @@ class MultiTurnEnv(GradedEnv):
 
         Returns:
             Each, and its tokens. If the chat template rewrites answers in the history of later
-            turns, these are the tokens of the last turn and of what it was asked with.
+            turns, these are the tokens of the last turn and of its prompt.
 
         Raises:
             RolloutFailure: one failed every time, or has not even room for an answer.

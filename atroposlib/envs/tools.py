@@ -287,8 +287,8 @@ class Toolbox:
         """
         if self._hanging >= MAX_HANGING:
             raise EnvironmentFailure(
-                f"{self._hanging} calls of tools hang in threads that nothing can end, and now {tool.name!r} is called: give "
-                "what it waits for a deadline, or make it async"
+                f"{self._hanging} calls of tools hang in threads that nothing can end, and now "
+                f"{tool.name!r} is called. Give what it waits for a deadline, or make it async"
             )
         loop, inherited = asyncio.get_running_loop(), contextvars.copy_context()
         finished: asyncio.Future[Outcome] = loop.create_future()

@@ -1,8 +1,8 @@
 """Prompts: from messages to token ids, under a tokenizer and its chat template.
 
-Templates rewrite the answers of earlier turns: they remove reasoning, trim white space, write calls
-of tools in their own way, or put an empty block of reasoning in front. So the template renders a
-stand-in in place of the answer, and only the text around it is used.
+Templates rewrite the answers of earlier turns. They remove reasoning or trim white space. They
+write calls of tools in their own way, or put an empty block of reasoning in front. So the template
+renders a stand-in in place of the answer, and only the text around it is used.
 
 A template's own special tokens are control tokens: they end turns and name roles. The same
 characters in a question, an answer or a tool's output are text. So rendered text holds marks
@@ -500,8 +500,8 @@ class MessageKey(NamedTuple):
     written.
 
     Attributes:
-        text: the content. An assistant's is split at the tags of reasoning, and white space around
-            the pieces is removed, so that a client may keep reasoning in a field of its own.
+        text: the content. An assistant's is split at the tags of reasoning. White space around the
+            pieces is removed, so that a client may keep reasoning in a field of its own.
         calls: name and arguments of each call of a tool.
     """
 
@@ -644,9 +644,9 @@ def require_chat_template(tokenizer: Any) -> None:
         return
     name = getattr(tokenizer, "name_or_path", "") or "of the served model"
     raise EnvironmentFailure(
-        f"the tokenizer {name} has no chat template, like a base model's: serve an "
-        "instruction-tuned model, or name a "
-        "tokenizer with a chat template and the same vocabulary by --env.tokenizer_name"
+        f"the tokenizer {name} has no chat template, like a base model's. Serve an "
+        "instruction-tuned model, or name a tokenizer with a chat template and the same "
+        "vocabulary by --env.tokenizer_name"
     )
 
 

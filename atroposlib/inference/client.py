@@ -1584,7 +1584,7 @@ def parse_generation(prompt_tokens: list[int], answer: dict[str, Any]) -> Genera
 
     `token_logprobs[completion][position]` is the logprob of the token at that place in `token_ids`.
     Where there is none, `logprobs[completion][position]` is a table whose first entry is
-    `{token_id: logprob}` of the sampled token, or a list that begins with one; servers without
+    `{token_id: logprob}` of the sampled token, or a list that begins with one. Servers without
     `token_ids` are read through these alone.
 
     Raises:

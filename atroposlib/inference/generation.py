@@ -149,8 +149,8 @@ def has_something(value: Any) -> bool:
 def say_that_it_may_be_constrained(names: tuple[str, ...]) -> None:
     """Warn once for each set of names."""
     logger.warning(
-        "requests for tokens to train on have %s, which is not known to leave the distribution as "
-        "it is: their groups carry %s, and the trainer leaves them out without "
+        "requests for tokens to train on have %s, which is not known to leave the distribution "
+        "as it is. Their groups carry %s, and the trainer leaves them out without "
         "--allow-truncated-sampling. This is logged once",
         ", ".join(names),
         CONSTRAINED,
@@ -266,8 +266,8 @@ class SampledRecord:
     ) -> dict[str, list[Any]]:
         """Return `sampling_params` and `finish_reasons` of a group.
 
-        A field has None for each sequence for which the record has no value, and is left out if
-        that is so for all of them.
+        A field has None for each sequence without a value in the record. It is left out if no
+        sequence has a value.
 
         Args:
             tokens, masks: of the group, [n][length].
@@ -364,8 +364,8 @@ class Weights(NamedTuple):
     Tuples compare in the order in which weights were served.
 
     Attributes:
-        epoch: unix time of the start of the trainer that made them, in milliseconds; 0 for the
-            weights of the checkpoint that the server loaded, and if the server reports none.
+        epoch: unix time of the start of the trainer that made them, in milliseconds. It is 0 for
+            the weights of the checkpoint that the server loaded, and if the server reports none.
         version: optimizer steps. Within an epoch it only grows. A trainer that resumes goes back to
             its checkpoint's.
     """
@@ -500,7 +500,7 @@ def weight_fields(
 class VersionRecord:
     """The weights that the requests of one rollout met, and the sequences that they sampled.
 
-    An environment that builds its groups by hand need not carry versions along: the oldest weights
+    An environment that builds its groups by hand need not carry versions along. The oldest weights
     met during the rollout are a true bound for every sequence in it.
 
     Attributes:

@@ -6,7 +6,7 @@ async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
     nodes = managed.get_state()["nodes"]        # one SequenceNode per choice, in order; a later turn takes its place
 
 `SequenceTracker` does the bookkeeping, without I/O. A later turn continues the tokens of an earlier
-one in two cases: its messages begin with the earlier request's messages and answer, or its prompt
+one in two cases. Its messages begin with the earlier request's messages and answer, or its prompt
 begins with the earlier sequence's text. Then only the text in between is tokenised: tokens that the
 model sampled are kept.
 """
@@ -377,9 +377,9 @@ class SequenceTracker:
     def _find(self, text: str) -> tuple[Kept, Turn] | tuple[None, None]:
         """The sequence and its turn that the text goes on from.
 
-        The text does not distinguish sequences that are equal in it: one that is whole goes before one
-        that was continued already, one that no request under way continues before one that is, and
-        then the first of them.
+        The text does not distinguish sequences that are equal in it. Then a whole one goes before
+        one that was continued already. One that no request under way continues goes before one that
+        is continued. Last, the first of them is taken.
         """
         best = max(
             self._beginnings(text),
@@ -516,7 +516,7 @@ def say_that_experts_are_missing() -> None:
     """Log it once for each process."""
     logger.warning(
         "a conversation is posted without routed_experts, because only some of its turns were "
-        "answered with them, and a trainer with --router-replay leaves its group out: start every "
+        "answered with them. A trainer with --router-replay leaves its group out. Start every "
         "vLLM server with --enable-return-routed-experts. Logged once"
     )
 
@@ -793,9 +793,10 @@ def tokenizer_of(server: Any) -> Any:
 def say_that_history_changed() -> None:
     """Warn once in each process: an environment that does this does it in every conversation."""
     logger.warning(
-        "a request holds an answer that was sampled before, but not the messages, tools and template options before it: the "
-        "answer is given text there, and the conversation becomes several nodes. Append to the messages without changing "
-        "earlier ones if all turns are to be trained as one sequence. This warning appears once"
+        "a request holds an answer that was sampled before, but not the messages, tools and "
+        "template options before it. There the answer is given text, and the conversation "
+        "becomes several nodes. Append to the messages without changing earlier ones if all "
+        "turns are to be trained as one sequence. This warning appears once"
     )
 
 

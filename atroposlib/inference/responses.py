@@ -10,12 +10,12 @@ and the response begins inside the block. `opened_by` reads that from the prompt
 `read_reasoning` takes it. docs/grading.md lists the rules. If a closing tag stands behind a block
 without an opening one, everything before it is reasoning, too.
 
-**Calls of tools.** `FORMATS` has one entry for each notation, by the name of vLLM's parser; the
+**Calls of tools.** `FORMATS` has one entry for each notation, by the name of vLLM's parser. The
 notations come from the models' own chat templates and from the documentation of vLLM's
 `--tool-call-parser`. An entry parses and renders calls. `ToolCallTranslator` uses it for OpenAI's
 messages, `ToolFormat` for the conversations of environments.
 
-One scan finds reasoning and calls together: a call inside of reasoning does not count, and a tag
+One scan finds reasoning and calls together. A call inside of reasoning does not count, and a tag
 inside of a call is text of its arguments. A plain value ends at its own closing tag, such as
 `</parameter>`. An opening tag written twice counts once, and missing or `null` arguments count as
 an empty object. docs/multi-turn.md lists the other rules. The time is linear in the length of the

@@ -251,7 +251,7 @@ class ServerManager(InferenceCalls):
     """The servers, and the calls that environments make on them.
 
     Args:
-        configs: one entry per server, or several addresses with commas between them in one; a bare
+        configs: one entry per server, or several addresses with commas between them in one. A bare
             `ServerBaseline` stands for the local ports 9004 to 9007, or with Slurm for the nodes
             after the first `NUM_TRAINING_NODES`.
         server_class: a class of one's own, instead of `server_type`.
@@ -406,8 +406,9 @@ class ServerManager(InferenceCalls):
             if url not in self._strangers:
                 self._strangers.add(url)
                 logger.warning(
-                    "the inference server %s is not used: the rollout service at %s names it and needs no key, so the "
-                    "servers' key is not sent there; add it to --openai.base_url, or give the service a key (%s)",
+                    "the inference server %s is not used: the rollout service at %s names it and "
+                    "needs no key. So the servers' key is not sent there. Add it to "
+                    "--openai.base_url, or give the service a key (%s)",
                     url, self.follower.url, SERVICE_KEY,
                 )  # fmt: skip
         return [url for url in addresses if url not in strangers]

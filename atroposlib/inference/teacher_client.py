@@ -64,9 +64,9 @@ class TeacherServer(VLLMServer):
     Requests go to `/generate` if `GET /sampling` of the server lists `prompt_token_logprobs`, else
     to `/v1/completions` with `prompt_logprobs`, which vLLM has.
 
-    The client compares the server's vocabulary with that of `tokenizer`, which must be set: before
-    the first sequence, after the server was away, and when /v1/models names another model than
-    before. It polls that route every MODEL_CHECK_SECONDS at most.
+    The client compares the server's vocabulary with that of `tokenizer`, which must be set. It does
+    so before the first sequence, after the server was away, and when /v1/models names another model
+    than before. It polls that route every MODEL_CHECK_SECONDS at most.
 
     Args:
         url: address, with or without /v1.
@@ -173,9 +173,9 @@ class TeacherServer(VLLMServer):
         context = await self._context_length()
         if context and len(tokens) >= context:
             raise TeacherRefused(
-                f"teacher at {self.root_url}: a sequence of {len(tokens)} tokens does not fit into "
-                f"its {context}, one of them "
-                "for the token that it samples: start it with a larger --max-model-len"
+                f"teacher at {self.root_url}: a sequence of {len(tokens)} tokens does not fit "
+                f"into its {context}, one of them for the token that it samples. Start it with a "
+                "larger --max-model-len"
             )
         names_a_model = (
             self.config.model_name not in MODEL_NOT_NAMED

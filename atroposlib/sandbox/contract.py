@@ -187,9 +187,8 @@ class Verdict:
 
     Attributes:
         kind: `right` if every call returned what was expected. Otherwise `timeout` (no time left),
-            `contained` (ended by another limit, by an error with which the sandbox refuses a call,
-            or processes of it had to be killed), `crash` (it does not compile, raised, or died), or
-            `wrong`.
+            `contained`, `crash` (it does not compile, raised, or died), or `wrong`. `contained`:
+            another limit ended it, the sandbox refused a call, or processes of it had to be killed.
         passed: calls that returned what was expected.
         why: for a person, one line.
     """

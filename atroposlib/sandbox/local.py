@@ -229,8 +229,9 @@ class LocalSandbox:
                 if keeper is not None:
                     await asyncio.to_thread(kill_all, keeper)
                 raise SandboxBroken(
-                    f"its end was not reported within {GRACE_SECONDS:g} s after its deadline of {limits.seconds:g} s: the "
-                    "sandbox's keeper, or the program's watcher, has stopped; both were killed, and a new keeper is started"
+                    f"its end was not reported within {GRACE_SECONDS:g} s after its deadline of "
+                    f"{limits.seconds:g} s: the sandbox's keeper, or the program's watcher, has "
+                    "stopped. Both were killed, and a new keeper is started"
                 ) from None
             except OSError as error:
                 raise SandboxBroken(f"its watcher cannot be read: {error}") from error

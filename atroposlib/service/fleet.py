@@ -1,7 +1,7 @@
 """The inference servers of a run: requests for them to join or leave, and their state as the trainer
 publishes it. Pure.
 
-The store keeps the requests. It does not keep the trainer's table: the trainer publishes it every
+The store keeps the requests. It does not keep the trainer's table. The trainer publishes it every
 few seconds, and after a restart of the service an old table would be wrong.
 """
 
@@ -148,8 +148,9 @@ class FleetStatus:
         count = sum(len(rows) for _, rows in tables.values())
         if len(tables) > MAX_PUBLISHERS or count > MAX_SERVERS:
             raise TooManyPublishersError(
-                f"with this table {len(tables)} parties would have published {count} servers within {FORGET_SECONDS:g} s; at "
-                f"most {MAX_PUBLISHERS} may, and {MAX_SERVERS} servers: use one name in `by` for each parameter server"
+                f"with this table {len(tables)} parties would have published {count} servers "
+                f"within {FORGET_SECONDS:g} s; at most {MAX_PUBLISHERS} may, and {MAX_SERVERS} "
+                "servers. Use one name in `by` for each parameter server"
             )
         rows = {
             row["url"]: row

@@ -1,10 +1,10 @@
 """Reads posted groups: their model, the checks beyond the types of its fields, and how a group becomes
 a validated one. Large posts are read in a process of their own.
 
-A group is a body of many thousand numbers, so it is read once, and the bytes that came in are the
-bytes that go out: `read_groups` encodes them again only if a value had to be converted.
+A group is a body of many thousand numbers, so it is read once. The bytes that came in are the bytes
+that go out: `read_groups` encodes them again only if a value had to be converted.
 
-Reading JSON keeps the interpreter to itself until it is done, in whichever thread: while 100 MB are
+Reading JSON keeps the interpreter to itself until it is done, in whichever thread. While 100 MB are
 read, nothing else of the process is answered. So a child process reads large bodies.
 """
 
@@ -526,8 +526,8 @@ class GroupReader:
             except TooMuchMemory:
                 raise TooComplexError(
                     f"reading this body of {len(body)} bytes takes more than "
-                    f"{self.child_memory >> 20} MiB of memory, the bound of the process that reads "
-                    "long posts: post fewer groups at once"
+                    f"{self.child_memory >> 20} MiB of memory, the bound of the process that "
+                    "reads long posts. Post fewer groups at once"
                 ) from None
             except (ChildDied, StartFailed, TimeoutError) as error:
                 raise ReaderError(

@@ -492,6 +492,7 @@ def describe_unfillable(environment: Environment, sizes: Mapping[int, int], batc
         else "no environment"
     )
     return (
-        f"{sum(sizes.values())} groups of {whose} can be part of no batch of {batch_size} ({listed}): let group_size "
-        "divide the trainer's batch_size, and post whole groups; they are dropped when others need their space in the queue"
+        f"{sum(sizes.values())} groups of {whose} can be part of no batch of {batch_size} "
+        f"({listed}). Let group_size divide the trainer's batch_size, and post whole groups. "
+        "They are dropped when others need their space in the queue"
     )

@@ -8,8 +8,8 @@ the same state from a store. Sizes and shares are in sequences unless a name has
 are weight versions (numbers of optimizer steps). `now` is in seconds of a clock that never goes
 back.
 
-`scheduling` chooses the groups of a batch, `pending_groups` finds groups that no batch can hold, and
-`run_state` holds what a run has besides its groups, and explains an empty batch.
+`scheduling` chooses the groups of a batch, and `pending_groups` finds groups that no batch can
+hold. `run_state` holds the rest of a run's state, and explains an empty batch.
 """
 
 from __future__ import annotations
@@ -271,17 +271,17 @@ class RolloutQueue:
         it.
 
         Groups that another run has sampled are dropped. These are all groups if the registration is
-        another run's. If the trainer names its weight epoch, they are the groups of epochs that are
-        not its run's, and groups that count as older than version 0 (see `WeightEpochs`). If it
-        does not, they are the groups sampled at a version that it has not reached. For the groups
-        of a leased batch, only stated weights count.
+        another run's. If the trainer names its weight epoch, they are the groups of other runs'
+        epochs. Groups that count as older than version 0 belong to them too (see `WeightEpochs`).
+        If it does not, they are the groups sampled at a version that it has not reached. For the
+        groups of a leased batch, only stated weights count.
 
         Args:
             registration: the trainer's. Its `weight_epoch` is replaced by the service's count.
             sessions: the trainers of its run, as it knows them.
 
         Returns:
-            How many groups another run had sampled.
+            Number of groups that another run had sampled.
         """
         old, reached = self.registration, self.trainer_version()
         another_run = old is not None and old.is_another_run(registration)
@@ -450,8 +450,9 @@ class RolloutQueue:
         ]
         if len(removable) < excess:
             raise RegistryFullError(
-                f"{MAX_ENVIRONMENTS} environments are registered, as many as may be, and only {len(removable)} of them are "
-                "silent with nothing waiting: stop some of them, and try again"
+                f"{MAX_ENVIRONMENTS} environments are registered, as many as may be, and only "
+                f"{len(removable)} of them are silent with nothing waiting. Stop some of them, "
+                "and try again"
             )
         removable.sort(key=lambda env_id: -silence[env_id])
         self._forget_environments(removable[:excess])
@@ -1099,8 +1100,7 @@ class RolloutQueue:
         front of their lines.
 
         Returns:
-            How many groups were dropped; 0 if the trainer has acknowledged the batch in the
-            meantime.
+            Number of dropped groups; 0 if the trainer has acknowledged the batch in the meantime.
         """
         if self.leases.get(lease.batch_id) is not lease:
             return 0
@@ -1149,7 +1149,7 @@ class RolloutQueue:
         are acknowledged without `keep`.
 
         Returns:
-            How many groups were acknowledged for good.
+            Number of groups that were acknowledged for good.
 
         Raises:
             NotRegisteredError: no trainer has registered.

@@ -202,8 +202,9 @@ class BatchTooSmallError(QueueError):
 
     def __init__(self, index: int, size: int, batch_size: int) -> None:
         super().__init__(
-            f"the group has {size} sequences but the trainer's batch_size is {batch_size}, so it could never be handed out; "
-            "lower the environment's group_size or raise the trainer's batch_size"
+            f"the group has {size} sequences but the trainer's batch_size is {batch_size}, so it "
+            "could never be handed out. Lower the environment's group_size or raise the "
+            "trainer's batch_size"
         )
         self.index = index
         """Position in the posted list."""

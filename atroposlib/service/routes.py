@@ -349,8 +349,8 @@ def _check_epochs(service: RolloutService, field: str, named: list[int]) -> None
 
 
 class BatchResponse(Response):
-    """A batch that is taken from the queue only when it can be sent, so that no interruption leaves
-    it marked as sent or under way.
+    """A batch that is taken from the queue only when it can be sent. So no interruption leaves it
+    marked as sent or under way.
     """
 
     def __init__(
@@ -470,9 +470,9 @@ async def disconnect_env(request: Request, service: Service) -> Response:
 async def status_env(request: Request, service: Service) -> Response:
     """The state by which an environment paces itself. The id comes in a JSON body, or as ?env_id=.
 
-    One that has nothing to do hands back the `moves` of its last answer, and how long it may
-    `wait`: it is answered when the trainer has registered, taken or acknowledged a batch, or ended
-    its run since, or when that time is over.
+    A worker that has nothing to do hands back the `moves` of its last answer, and how long it may
+    `wait`. The answer comes when the trainer has registered, taken or acknowledged a batch, or
+    ended its run since. It comes at the latest when that time is over.
     """
     env_id, process = query_int(request, "env_id"), ""
     if env_id is None:
@@ -564,13 +564,14 @@ async def post(
 
 # ---- reference workers: groups that wait for ref_logprobs go out to them, and come back with those ----
 
-# The number by which a worker knows a group is made of the group's own and of a checksum of its
-# content and of the model, so that an answer that comes after `/reset_data` or from before another
-# store was put there is never taken for another group's.
+# Workers know a group by a number. It is made of the group's own number and a checksum of its
+# content and of the model. So an answer from before a `/reset_data` or from another store is never
+# taken for another group's.
 
 CHECK_BITS = 20
-"""Bits of a checksum in a group's id: enough that an answer meant for another group is taken once in a million
-times, and that numbers stay below 2**53 for eight billion groups."""
+"""Bits of a checksum in a group's id. They are enough that an answer meant for another group is
+taken once in a million times. Numbers still stay below 2**53 for eight billion groups.
+"""
 SHOWN = ("tokens", "masks", "sampling_params")
 """Fields of a group that a worker needs."""
 GONE = "it no longer waits for a reference: it was dropped, another run has begun, or it was answered long ago"

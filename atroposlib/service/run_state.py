@@ -1,8 +1,8 @@
 """State of the trainer's run besides its groups. Pure: no I/O, no clock.
 
 `Registry` holds the environments and their accounts with the scheduler, and `why_starved` gives the
-reasons why they post nothing. `WeightEpochs` decides which run a rollout belongs to, `Streams` holds
-the positions of environments that resume exactly, `Evaluations` the newest results, and
+reasons why they post nothing. `WeightEpochs` decides which run a rollout belongs to. `Streams`
+holds the positions of environments that resume exactly, `Evaluations` the newest results, and
 `BatchFailures` the batches that end trainers.
 """
 

@@ -1,25 +1,26 @@
 """The choice of groups for the next batch, their order of use, and the number of groups that each
 environment should sample. Pure functions.
 
-**Order of preference in a batch** (`form_batch`): first what a `min_batch_allocation` has reserved;
-then, under a staleness bound, the groups of environments that keep to what is wanted of them,
-oldest weight version first, so that none becomes too old before it was learned from; then
-start-time fair queueing over the environments (Goyal, Vin and Cheng, 1996): each environment has a
-clock that advances by size / weight when a group of it is handed out, and the lowest clock goes
-next; within an environment, oldest first. The batch is the first set in that order of all sets of
-whole groups that fill it exactly. The error: while two environments both have groups
-waiting, their sequences per weight differ by at most the sum of one group per weight of each, plus
-what exact packing had to pass over.
+**Order of preference in a batch** (`form_batch`). First come the groups that a
+`min_batch_allocation` has reserved. Then, under a staleness bound, come the groups of environments
+that send no more than is wanted of them. The oldest weight version goes first, so that none becomes
+too old before it was learned from. Then comes start-time fair queueing over the environments
+(Goyal, Vin and Cheng, 1996). Each environment has a clock that advances by size / weight when a
+group of it is handed out. The lowest clock goes next; within an environment, the oldest group does.
+The batch is the first set in that order of all sets of whole groups that fill it exactly. The error
+is bounded while two environments both have groups waiting. Their sequences per weight differ by at
+most the sum of one group per weight of each. The groups that exact packing had to pass over come on
+top.
 
-**Packing** (`choose_exact`): whole groups whose sizes add up to exactly a target. It prefers what
-comes first: the answer is the lexicographically smallest set of positions that works, so the first
-group that can be part of any exact choice is always part of the one returned. That is what "oldest
-first" and "no group is starved" rest on.
+**Packing** (`choose_exact`): whole groups whose sizes add up to exactly a target. It prefers groups
+that come first: the answer is the lexicographically smallest set of positions that works. So the
+first group that can be part of any exact choice is always part of the one returned. That is what
+"oldest first" and "no group is starved" rest on.
 
-**Replay** (`in_order_of_use`): a group that a trainer has learned from goes back to its line until it was
-used `max_reuse` times or is too old. While it is out in a batch it is in no line, so no batch holds
-it twice, and no two batches hold it at a time. All of it follows from what is stored, so that a
-restart changes nothing.
+**Replay** (`in_order_of_use`): a group that a trainer has learned from goes back to its line until
+it was used `max_reuse` times or is too old. While it is out in a batch it is in no line. So no
+batch holds it twice, and no two batches hold it at a time. All of it follows from what is stored,
+so that a restart changes nothing.
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ def apportion(
     """Return how many groups each environment should add so that `total` sequences wait in all,
     shared by weight.
 
-    Whole groups go one at a time to the environment that is furthest below its share, so that the
-    shares of several environments together never fall short of the total by a whole group of each.
+    Whole groups go one at a time to the environment that is furthest below its share. So the shares
+    of several environments together never fall short of the total by a whole group of each.
 
     Args:
         total: sequences wanted.
@@ -269,10 +270,9 @@ def choose_multiple(sizes: Sequence[int], unit: int, limit: int) -> list[int] | 
 def in_order_of_use(replay: ReplayOptions, line: Iterable[Group], batch_id: int) -> list[Group]:
     """Return the groups of a line in the order of their use.
 
-    fifo: the least often used first, and the oldest of them. recent: the newest weights first, then
-    the least often used, then the last to come.
-    uniform: every order is as likely as any other; it follows from the seed, the batch and the
-    groups' numbers.
+    `fifo`: the least often used first, and the oldest of them. `recent`: the newest weights first,
+    then the least often used, then the last to come. `uniform`: every order is as likely as any
+    other. It follows from the seed, the batch and the groups' numbers.
 
     Args:
         replay: the trainer's options.

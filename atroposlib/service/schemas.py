@@ -181,8 +181,9 @@ class RegisterTrainer(Request):
     """[weight epoch, starting step] of each trainer of the run, this one last, as its checkpoints
     name them."""
     positions: Annotated[dict[Name, Version], Field(max_length=MAX_POSITIONS)] | None = None
-    """The first item of each stream after the last batch that the weights have learned from. {}
-    before the first batch; null if the trainer does not keep them."""
+    """The first item of each stream after the last batch that the weights have learned from. It is
+    {} before the first batch, and null if the trainer does not keep them.
+    """
     ref_logprobs_from_workers: bool = False
     """Groups without ref_logprobs get them from reference workers (POST /reference/lease) before they
     are handed out. Requires `model`; workers that loaded a different model are refused."""

@@ -1,5 +1,6 @@
-"""The rollout service between the routes and the rules: it runs one call on the queue, stores what
-that changed, and only then lets the answer go out."""
+"""The rollout service between the routes and the rules. It runs one call on the queue, stores what
+that changed, and only then lets the answer go out.
+"""
 
 from __future__ import annotations
 
@@ -220,7 +221,7 @@ class RolloutService:
 
     def handed_out(self, batch_id: int | None) -> list[int]:
         """Return the sequence numbers of a batch's groups, in the order in which the trainer got
-        them; none if the trainer does not have the batch.
+        them. The list is empty if the trainer does not have the batch.
         """
         if batch_id is None or batch_id not in self.queue.leases:
             return []
@@ -238,8 +239,8 @@ class RolloutService:
     ) -> AsyncIterator[HandOut | None]:
         """Yield a batch while it is sent, or None if there is none yet.
 
-        At the end of the block the batch no longer counts as being sent, also after a stalled
-        commit, at the request's time limit, or if the client disconnects. The trainer then gets it
+        At the end of the block the batch no longer counts as being sent. This holds after a stalled
+        commit, at the request's time limit, and if the client disconnects. The trainer then gets it
         again, unless the block has set `complete`.
         """
         now = self.clock()
@@ -431,9 +432,9 @@ class Committer:
     async def store_all(self, changes: Changes) -> None:
         """Wait until these changes are stored, and all that were given before.
 
-        A call that changed nothing has seen what others changed, and its answer promises that: a
-        post that is retried while the first one is still being written, a batch that is asked for
-        again. So it waits for the others.
+        A call that changed nothing has seen what others changed, and its answer promises that.
+        Examples are a post that is retried while the first one is still being written, and a
+        repeated request for a batch. So it waits for the others.
 
         Raises:
             StoreError: they could not be stored, or not within the time limit.

@@ -5,7 +5,7 @@ Bodies have a table of their own, because SQLite rewrites a whole row to change 
 The lock keeps a second service from opening the store, by whatever name. The reserve is for what
 empties the queue: batches that are handed out, acknowledgements, registrations. Posts are refused
 while there is little space, but another program may fill the disk all the same. So a part of the
-space is allocated to a file of its own, which is removed when a commit that empties the queue would
+space is allocated to a file of its own. It is removed when a commit that empties the queue would
 fail without it.
 """
 
@@ -106,8 +106,8 @@ def require_same_files(opened: Mapping[Path, os.stat_result]) -> None:
         except OSError as error:
             loss = f"is not in its place ({error.strerror})"
         raise StoreError(
-            f"store: {path} {loss}, so new data would be lost when this service ends; put the old file back, or "
-            "start the service again with another --store"
+            f"store: {path} {loss}, so new data would be lost when this service ends. Put the "
+            "old file back, or start the service again with another --store"
         )
 
 
@@ -423,8 +423,9 @@ class SqliteStore(Store):
             )
         if version != FORMAT:
             raise StoreError(
-                f"store {self.path} has format {version}, and this service reads format {FORMAT} only: "
-                "finish the run with the version that wrote it, or move the file away to start with an empty one"
+                f"store {self.path} has format {version}, and this service reads format {FORMAT} "
+                "only. Finish the run with the version that wrote it, or move the file away to "
+                "start with an empty one"
             )
 
     # ---- reading ----
@@ -650,7 +651,7 @@ def set_aside(path: Path) -> int:
     deleted if it does not.
 
     Returns:
-        How many groups it holds.
+        Number of groups that it holds.
 
     Raises:
         StoreError: it is in use or cannot be read.

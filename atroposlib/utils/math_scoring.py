@@ -9,7 +9,7 @@ process: there the alarm works, and a child that hangs all the same is killed an
 No answer makes a comparison raise: an answer that cannot be read or compared is not equal.
 
 The middle of the file gives one spelling to answers that mean the same: units, currencies,
-typographic characters. Every rule keeps the meaning. The result is LaTeX for math_verify, whose own
+typographic characters. Every rule keeps the meaning. The result is LaTeX for math_verify. Its own
 removal of units is not used: it takes the variable of `3m` or of `x^2+3t` for a unit.
 """
 
@@ -542,8 +542,8 @@ def number_in(answer: str) -> Decimal | None:
 def compare_plainly(gold: str, answer: str) -> bool | None:
     """Compare two answers that need no algebra; None if math_verify must decide.
 
-    These are plain numbers, with or without a unit, numbers with a base, words, times of the day,
-    letters of choices, equal texts, and texts that are too long.
+    These are plain numbers, with or without a unit, numbers with a base, and words. Times of the
+    day, letters of choices, equal texts, and texts that are too long belong to them too.
 
     >>> compare_plainly("1,000", "1000.0"), compare_plainly("3, 5", "3,5"), compare_plainly("2", "4/2")
     (True, True, None)

@@ -1,5 +1,6 @@
-"""Metrics: statistics of a list under the names that the dashboards use, a table for a terminal,
-and whether Weights & Biases has a login, without prompting for one."""
+"""Metrics: statistics of a list under the names that the dashboards use, and a table for a
+terminal. Weights & Biases is asked for its login without a prompt.
+"""
 
 import logging
 import math

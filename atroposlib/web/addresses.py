@@ -225,9 +225,10 @@ def proxy_trouble() -> str | None:
     )
     if faulty is None and (value := proxies.get("no")):
         return (
-            f"the variable NO_PROXY={value[:MAX_ADDRESS_LENGTH]!r} cannot be read ({reason}): give names, addresses "
-            "and domains with commas between, such as localhost,127.0.0.1,::1,.example.org; "
-            "no brackets, no IPv6 networks, no line ends"
+            f"the variable NO_PROXY={value[:MAX_ADDRESS_LENGTH]!r} cannot be read ({reason}). "
+            "Give names, addresses and domains with commas between, such as "
+            "localhost,127.0.0.1,::1,.example.org. Brackets, IPv6 networks and line ends are "
+            "refused"
         )
     names = sorted(
         name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")

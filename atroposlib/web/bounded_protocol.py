@@ -1,8 +1,8 @@
 """uvicorn's protocol with bounds on what a connection may do while no limit of a request applies.
 
-The bounds: connections of the server and of one address (`ConnectionTable`); the time for a
-request's head, for its body, and for taking an answer; bytes and lines of a head; requests that are
-sent before earlier ones are answered.
+Connections of the server and of one address are bounded (`ConnectionTable`). So is the time for a
+request's head, for its body, and for taking an answer. Further bounds are the bytes and lines of a
+head, and requests that are sent before earlier ones are answered.
 """
 
 from __future__ import annotations
@@ -185,9 +185,9 @@ def bounded_protocol(
     """Return the class of the connections of one server.
 
     Args:
-        seconds: time from the connection to the end of the first head, from the first byte of each
-            later head to its end, for a body (with BODY_GRACE_SECONDS more), and for which the
-            client may leave an answer untaken.
+        seconds: time from the connection to the end of the first head, and from the first byte of
+            each later head to its end. It also holds for a body (with BODY_GRACE_SECONDS more), and
+            for an answer that the client does not take.
         most_connections: connections held at a time.
         log: gets a line for connections that are closed.
         most_body: bytes of a body as it is sent; None for a server that bounds bodies itself.
@@ -222,8 +222,9 @@ class _Closed:
         now = time.monotonic()
         if now - self._logged >= LOG_EVERY_SECONDS:
             self._log.warning(
-                "too many connections: closed %d without the key or without a request, the last one from %s; open now: %s of "
-                "at most %d (%d without the key from one address). Raise `ulimit -n` if these are your own clients",
+                "too many connections: closed %d without the key or without a request, the last "
+                "one from %s. Open now: %s of at most %d (%d without the key from one address). "
+                "Raise `ulimit -n` if these are your own clients",
                 self._count,
                 address,
                 self._table.counts(),

@@ -3,7 +3,7 @@ an answer may be.
 
 By default httpx keeps 20 idle connections for five seconds. Beyond that its pool (httpcore 1.0,
 issue 1110 there) closes connections that look idle. A connection that the pool has just given to a
-request looks idle until the request is written, so the pool sometimes closes a socket under a
+request looks idle until the request is written. So the pool sometimes closes a socket under a
 request. The request then fails with "Bad file descriptor", or waits until its deadline. A pool that
 never closes what the server holds open cannot do that.
 """

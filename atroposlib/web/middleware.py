@@ -1,7 +1,8 @@
 """The checks and limits of every request to the service, its page and the proxy.
 
-In this order: refusals and their forms, access, bodies and their memory, and the middleware that puts
-them together, with the time of answers, gzip in both directions, and one report for each answer.
+In this order: refusals and their forms, access, bodies and their memory, and the middleware that
+puts them together. That one has the time of answers, gzip in both directions, and one report for
+each answer.
 
 **Access.** With a key, only the key counts. Without one, programs on this machine may call, and web
 pages may not:
@@ -173,7 +174,7 @@ class BrowserHeaders:
         """Return why a browser may not send this request, which changes something; empty if it may.
 
         A browser must prove that a page of ours sends it. A link in an e-mail, a bookmark and a
-        typed address prove nothing, and neither does a link or an image that our own page shows.
+        typed address prove nothing. Nor does a link or an image that our own page shows.
 
         Args:
             method: of the request.
@@ -341,8 +342,9 @@ class Access:
         if host and not self._is_ours(host_name(host)):
             raise HTTPRefusal(
                 403,
-                f"the Host {host[:_SHOWN]!r} is none that this service goes by, and it has no key to know its clients by; "
-                "call it by its address, or start it with --allow-host NAME or with a key",
+                f"the Host {host[:_SHOWN]!r} is none that this service goes by, and it has no "
+                "key to know its clients by. Call it by its address, or start it with "
+                "--allow-host NAME or with a key",
             )
         browser = BrowserHeaders.of(headers)
         reads = method in SAFE_METHODS and path in self.reading

@@ -1,8 +1,8 @@
 """Weights of rollouts and tokens in the loss, and the functions that options name.
 
-Advantages are a function of the scores of a whole batch, group by group, and give one number per
-rollout: ours by name, or the user's as `module:function`. If a group of rollouts has `advantages`
-    of its own, they replace these.
+Advantages are a function of the scores of a whole batch, group by group. They give one number per
+    rollout. A function is one of ours by name, or the user's as `module:function`. If a group of
+    rollouts has `advantages` of its own, they replace these.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def import_function(flag: str, name: str, parameters: int, expected: str) -> Cal
             module_name == error.name or module_name.startswith(f"{error.name}.")
         ):
             raise ConfigError(
-                f"{flag} {name}: there is no module {error.name} in the current directory, beside the --config file or among "
-                "the installed ones; expected is a file that can be imported"
+                f"{flag} {name}: there is no module {error.name} in the current directory, beside "
+                "the --config file or among the installed ones. Give a file that can be imported"
             ) from error
         raise refusal(flag, name, f"importing it failed: {told(error)}", expected) from error
     except Exception as error:
@@ -203,8 +203,8 @@ def exponential_advantages(scores: Sequence[float], beta: float) -> list[float]:
 
     The group's highest score is subtracted first, which changes no advantage: every exponential
     then lies in (0, 1], so no finite score overflows. The advantages of a group sum to 0 and lie
-    between -1 and k - 1 for k rollouts. A small β leaves a gradient to the best rollouts alone:
-    with rewards of 0 and 1 and β = 0.1, one correct rollout of 8 has an advantage of almost 7, and
+    between -1 and k - 1 for k rollouts. A small β leaves a gradient to the best rollouts alone.
+    With rewards of 0 and 1 and β = 0.1, one correct rollout of 8 has an advantage of almost 7, and
     the others of almost -1. Source: the on/off study of TorchTitan's deterministic_vllm_rl
     experiment.
 
@@ -318,14 +318,15 @@ def token_weights(
 ) -> list[float]:
     """The weight of each trained token of each sequence in the loss of a whole batch.
 
-    The weights count in the whole batch, not in a bin: summing the weighted loss over bins, in
-    any split, then gives the loss, and the gradient, of one large batch.
+    The weights count in the whole batch, not in a bin. Summing the weighted loss over bins, in any
+    split, then gives the loss, and the gradient, of one large batch.
 
     Args:
         lengths: trained tokens of each sequence of the batch; 0 if it is masked.
-        normalisation: "token", every trained token of the batch weighs the same; "sequence", every
-            sequence with a trained token does, as in equation 3 of DeepSeekMath; "constant", the
-            sum over tokens divided by sequences × `max_tokens` (Dr. GRPO), masked sequences
+        normalisation: "token": every trained token of the batch weighs the same. Under "sequence",
+            every sequence with a trained token does, as in equation 3 of DeepSeekMath. With
+            "constant", the weight is 1 / (sequences × `max_tokens`), as in Dr. GRPO, masked
+            sequences
             included: what is left does not weigh more when more is masked.
         max_tokens: the constant.
         sequences: by which "constant" divides; not given: as many as there are lengths.

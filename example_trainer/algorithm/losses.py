@@ -31,8 +31,8 @@ def sequence_lengths(sequence: Tensor, sequences: int) -> Tensor:
 def sequence_mean(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
     """For each token the mean of its sequence, with gradient.
 
-    Sums are taken in float64, each sequence's by itself and in its tokens' order: neither what else
-    lies in the bin nor when which thread of a GPU comes first changes a bit.
+    Sums are taken in float64, each sequence's by itself and in its tokens' order. So neither the
+    rest of the bin nor the order of a GPU's threads changes a bit.
 
     Args:
         values: [n] float32 or float64.
@@ -50,7 +50,7 @@ def sequence_mean(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
 
 
 class _Mean(torch.autograd.Function):
-    """Its gradient is the mean of the gradients, by the same sums: to put a mean in the place of
+    """Its gradient is the mean of the gradients, by the same sums. To put a mean in the place of
     each value is a symmetric map.
 
     Autograd's own way back through the index adds the gradients at equal indices one after the
@@ -107,7 +107,7 @@ class LossInputs:
     Attributes:
         logprobs: [n] float32, with gradient: of the chosen tokens under the present policy.
         old_logprobs: [n] float32, without: under the policy that the ratio is taken to. See
-            docs/algorithms.md for which it is; where it is unknown it is the present one, so that
+            docs/algorithms.md for which it is. Where it is unknown it is the present one, so that
             the ratio is 1 and the gradient the plain policy gradient.
         advantages: [n] float32.
         sequence: [n] int64, ascending: which sequence of the bin each token is of.
@@ -182,10 +182,10 @@ def grpo(inputs: LossInputs, settings: LossSettings) -> TokenLosses:
         L_t = - min(ρ_t A_t, clip(ρ_t, 1 - ε_low, 1 + ε_high) A_t)        ρ_t = π(y_t) / π_old(y_t)
         L_t = - max(min(ρ_t A_t, clip(ρ_t, …) A_t), c A_t)                where A_t < 0, with dual clip c
 
-    Sources: PPO, equation 7 (Schulman et al., arXiv:1707.06347); GRPO, equation 3 (Shao et al.,
-    arXiv:2402.03300), without its divergence, which is added apart; ε_high ≠ ε_low, "clip-higher",
-    is DAPO's (Yu et al., arXiv:2503.14476); dual clip is Ye et al.'s (arXiv:1912.09729), with c = 3
-    there.
+    Sources: PPO, equation 7 (Schulman et al., arXiv:1707.06347). GRPO, equation 3 (Shao et al.,
+    arXiv:2402.03300), without its divergence, which is added apart. The bounds ε_high ≠ ε_low,
+    "clip-higher", are DAPO's (Yu et al., arXiv:2503.14476). Dual clip is Ye et al.'s
+    (arXiv:1912.09729), with c = 3 there.
 
     Tokens whose gradient is stopped count as clipped. A token at the second bound of a negative
     advantage counts as clipped from above.
@@ -266,8 +266,7 @@ def reinforce(inputs: LossInputs, settings: LossSettings) -> TokenLosses:
         L_t = - ρ_t A_t        ∇L_t = - ρ_t A_t ∇log π(y_t)        ρ_t = π(y_t) / π_old(y_t)
 
     Where the present policy is the old one ρ is 1 and this is the gradient of REINFORCE, - A_t ∇log
-    π(y_t); where it is not, ρ makes each token's term unbiased, with a variance that nothing
-    bounds.
+    π(y_t). Elsewhere ρ makes each token's term unbiased, with a variance that nothing bounds.
 
     Sources: Williams, "Simple statistical gradient-following algorithms for connectionist
     reinforcement learning", 1992; RLOO is this with leave-one-out advantages (Ahmadian et al.,

@@ -55,10 +55,10 @@ from example_trainer.errors import BatchError
 
 # Figures of a step's passes: sums on the device, one row of numbers at the end.
 #
-# All is summed in float64, and nothing is read on the host before `StepFigures.row`, so that no pass
-# waits for figures of the one before. Everything that is kept is a sum over tokens. So it does not
-# matter which bin or rank a token was in, and one sum over the ranks makes the figures of the whole
-# batch: percentiles and the largest ratio come from a histogram, whose counts are sums.
+# All is summed in float64, and nothing is read on the host before `StepFigures.row`, so that no
+# pass waits for figures of the one before. Everything that is kept is a sum over tokens. So it does
+# not matter which bin or rank a token was in. One sum over the ranks makes the figures of the whole
+# batch. Percentiles and the largest ratio come from a histogram, whose counts are sums.
 #
 # The effective sample size is that of L. Kish, "Survey Sampling" (1965), for given weights.
 
@@ -143,11 +143,11 @@ class StepFigures:
     clip_fraction_low, _high    the part whose ratio fell, or rose
     missing_rollout_logprobs    share of the tokens that came without a rollout logprob
     drift_share             share of the batch's tokens that ratio_…, ess, kl_age_…, mismatch_kl and
-                            perplexity_… count: tokens with a rollout logprob, in minibatches whose
+                            perplexity_… count. These have a rollout logprob, in minibatches whose
                             logprobs at the batch's first weights were computed
     ratio_mean, ratio_max, ratio_p01, …    trainer ÷ sampler, at the batch's first weights. The mean is
                             exact. The largest and the percentiles (nearest rank) are values of a class:
-                            off by at most 0.5 % of their logarithm and 5e-7; a ratio of 1 is 1
+                            off by at most 0.5 % of their logarithm and 5e-7. A ratio of 1 is 1
     ess                     (Σ r)² / (n Σ r²): as many equally weighted tokens, as a share of the n
     correction_weight       mean of the correction's weights, 0 for what is left out
     correction_ess          as ess, for those weights
@@ -155,8 +155,8 @@ class StepFigures:
                             sequences without a remaining token
     correction_bounded      share of the tokens whose weight is the bound
     kl_age_0, …             KL(rollout policy ‖ the batch's first weights) by how many weight versions
-                            earlier the token was sampled; kl_age_8_to_15 and kl_age_16_up are of
-                            several ages, kl_age_unknown of tokens without a version
+                            earlier the token was sampled. Several ages are in kl_age_8_to_15 and in
+                            kl_age_16_up; kl_age_unknown is of tokens without a version
     mismatch_kl             kl_age_0: how far sampler and trainer differ at the same weights
     perplexity_rollout, perplexity_trainer    exp(- mean logprob) of the sampled tokens under the
                             sampler, and under the batch's first weights
@@ -197,8 +197,8 @@ class StepFigures:
         if outcome.proximal_logprobs is not None:
             began, drifted = outcome.proximal_logprobs.double(), known
         # The two perplexities come from one sum of the sampler's logprobs and one of the
-        # differences, not from a sum each: differences that are all 0 make them equal to the bit,
-        # in whatever order blocks and ranks are added.
+        # differences, not from a sum each. So differences that are all 0 make them equal to the
+        # bit, in any order of blocks and ranks.
         log_ratio = torch.where(drifted, began - rollout, 0.0)
         clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = torch.where(drifted, clamped.exp(), 0.0)
@@ -350,13 +350,13 @@ def _percentiles(histogram: list[float]) -> dict[str, float | None]:
 #
 # r̄ is the geometric mean, the sequence ratio of GSPO (Zheng et al., arXiv:2507.18071, equation 7).
 # The product Π_t r_t would be without bias before it is truncated, but its logarithm grows with the
-# length: of long answers almost every product lies at a bound, or at 0. The mean means the same for
-# every length, and so do its bounds.
+# length. Almost every product of a long answer lies at a bound, or at 0. The mean means the same
+# for every length, and so do its bounds.
 #
-# π may be the policy that the batch began with ("proximal"): then c makes up for the sampler alone,
-# and the loss's own ratio π_now/π_proximal for the updates of the batch (decoupled PPO: Hilton et
-# al., arXiv:2110.00641; AReaL: Fu et al., arXiv:2505.24298, section 5). Or it is the present one
-# ("now"), and c makes up for both.
+# π may be the policy that the batch began with ("proximal"). Then c makes up for the sampler alone.
+# The loss's own ratio π_now/π_proximal makes up for the updates of the batch. This is decoupled PPO
+# (Hilton et al., arXiv:2110.00641; AReaL: Fu et al., arXiv:2505.24298, section 5). Or it is the
+# present one ("now"), and c makes up for both.
 #
 # In the dtype of the logprobs, which is float32 in training; nothing here has a gradient.
 
@@ -436,7 +436,7 @@ def correction_weights(
 
     Args:
         logprobs: [n] logπ.
-        rollout_logprobs: [n] logμ, NaN where unknown. Such a token counts as one of ratio 1: by its
+        rollout_logprobs: [n] logμ, NaN where unknown. Such a token counts as one of ratio 1. By its
             own ratio it has the weight 1, by its sequence's ratio the weight of its sequence. A
             sequence without a known token has the weight 1.
         sequence: [n] int64, ascending: which sequence each token is of.
@@ -470,9 +470,9 @@ def correction_weights(
 # KL is made smaller.
 #
 # Sources: the reverse KL on the student's own samples is that of Agarwal et al., "On-Policy
-# Distillation of Language Models" (arXiv:2306.13649), and of MiniLLM (Gu et al., arXiv:2306.08543);
-# k2 is the second estimator of J. Schulman's note "Approximating KL Divergence" (2020,
-# http://joschu.net/blog/kl-approx.html).
+# Distillation of Language Models" (arXiv:2306.13649). It is also that of MiniLLM (Gu et al.,
+# arXiv:2306.08543). The term k2 is the second estimator of J. Schulman's note "Approximating KL
+# Divergence" (2020, http://joschu.net/blog/kl-approx.html).
 #
 # At a position whose prefix is held fixed, with π the student, T the teacher, and r = log π - log T:
 #
@@ -554,8 +554,9 @@ def untaught_share(taught: int, tokens: int) -> float:
     """
     if tokens > 0 and taught == 0:
         raise BatchError(
-            f"--distill-coef is above 0, but none of the {tokens} trained tokens of this batch has a teacher's logprob "
-            "(distill_logprobs): start the environments with --env.teacher_url, or leave --distill-coef out"
+            f"--distill-coef is above 0, but none of the {tokens} trained tokens of this batch "
+            "has a teacher's logprob (distill_logprobs). Start the environments with "
+            "--env.teacher_url, or leave --distill-coef out"
         )
     return 1.0 - taught / max(tokens, 1)
 
@@ -611,7 +612,7 @@ class ObjectiveInputs:
     Attributes:
         logprobs: [n] float32, with gradient: under the present weights.
         entropy: [n] float32, with gradient where the objective has a weight for it.
-        proximal_logprobs: [n] float32, under the weights that the batch began with; None if they
+        proximal_logprobs: [n] float32, under the weights that the batch began with. None if they
             were not computed, which is an error only if the objective needs them. In the first
             update they are `logprobs` without their gradient.
         rollout_logprobs: [n] float32, when they were sampled; NaN where unknown.
@@ -739,9 +740,9 @@ def shaped_advantages(inputs: ObjectiveInputs, objective: Objective, old: Tensor
 def suffix_sums(values: Tensor, sequence: Tensor) -> Tensor:
     """For each token the sum of its value and of those behind it in its sequence: Σ_{s ≥ t} x_s.
 
-    Added elementwise, at distances that double (Hillis and Steele, 1986): a scan of a whole tensor
-    has no fixed order on a GPU, and here a token's sum is made of the same pairs whatever its
-    sequence is packed with.
+    Added elementwise, at distances that double (Hillis and Steele, 1986). A scan of a whole tensor
+    has no fixed order on a GPU. Here a token's sum is made of the same pairs whatever its sequence
+    is packed with.
 
     Args:
         values: [n].

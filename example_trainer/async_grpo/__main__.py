@@ -38,9 +38,10 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     command_line = argparse.ArgumentParser(
         prog="python -m example_trainer.async_grpo",
-        description="Start generators with their environments, reference workers, parameter servers, the rollout service and "
-        "the trainer, on this machine or on the Ray cluster in RAY_ADDRESS, and end with the training. The same command again "
-        "goes on where a run was.",
+        description="Start generators with their environments, reference workers, parameter "
+        "servers, the rollout service and the trainer. They run on this machine or on "
+        "the Ray cluster in RAY_ADDRESS, and end with the training. The same command "
+        "again goes on where a run was.",
         allow_abbrev=False,
     )
     command_line.add_argument(

@@ -232,9 +232,10 @@ def model_problem(model: str) -> str | None:
 
 
 def writers(log: Path) -> tuple[int, ...]:
-    """Processes of this machine whose output is a log: the guard of a role, until the last that it
-    looks after has ended, and what is left where a guard was killed. A reader of the log does not
-    count."""
+    """Processes of this machine whose output is a log. They are the guard of a role, until the last
+    process that it looks after has ended, and leftovers of a killed guard. A reader of the log does
+    not count.
+    """
     name, pids = str(log.resolve()), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

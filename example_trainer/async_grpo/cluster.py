@@ -227,9 +227,9 @@ class RayCluster:
         # has it there already.
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         variables = {"PYTHONPATH": os.pathsep.join(paths)}
-        # Else a worker that ends kills what it has started at once: the guard, which would give its
-        # process time to end, and no more than the guard, so that what that process has started
-        # goes on unwatched.
+        # Else a worker that ends kills at once the guard that it has started, which would give its
+        # process time to end. It kills no more than the guard, so that the children of that process
+        # go on unwatched.
         variables["RAY_kill_child_processes_on_worker_exit"] = "0"
         # Ray's workers are nice to the rest of the machine; here they are what the machine is for.
         os.environ.setdefault("RAY_worker_niceness", "0")

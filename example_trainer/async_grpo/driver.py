@@ -303,8 +303,9 @@ class Driver:
             and not (keeper.common and report.common)
         ):
             raise RunFailed(
-                f"the node of the {role.name} is lost, and {self._settings.folder} with what it needs is not common to all "
-                "nodes: put logging.folder on a disk that all nodes have; or start the run again where that folder is"
+                f"the node of the {role.name} is lost, and {self._settings.folder} with what it "
+                "needs is not common to all nodes. Put logging.folder on a disk that all nodes "
+                "have, or start the run again where that folder is"
             )
         keeper.node, keeper.common = node, report.common
         keeper.place = Address(host, report.ports, report.gpus)
@@ -324,9 +325,10 @@ class Driver:
     def _wait_for_the_end(
         self, keeper: Keeper, host: str, earlier: tuple[int, ...], now: float
     ) -> None:
-        """Ask again until what an earlier life left on the node has ended: its trainer may be at
-        its last checkpoint, and its model on the GPU. If an orphan's guard was killed, no other
-        process ends the orphan, so it is killed when its time is over."""
+        """Ask again until the leftovers of an earlier run on the node have ended. Its trainer may
+        be at its last checkpoint, and its model on the GPU. If an orphan's guard was killed, no
+        other process ends the orphan, so it is killed when its time is over.
+        """
         role = keeper.role
         if keeper.blocked_since is None:
             keeper.blocked_since, keeper.blocked_told = now, -math.inf
@@ -336,8 +338,9 @@ class Driver:
         )
         if waited > limit + STOP_MARGIN_SECONDS:
             raise RunFailed(
-                f"{role.name} cannot be started on {host}: {who} did not end in {waited:.0f} s, by SIGKILL neither; see there "
-                f"what holds it (`ps -o pid,stat,wchan,cmd -p {','.join(map(str, earlier))}`), or start that machine again"
+                f"{role.name} cannot be started on {host}: {who} did not end in {waited:.0f} s, "
+                "by SIGKILL neither. See there what holds it (`ps -o pid,stat,wchan,cmd -p "
+                f"{','.join(map(str, earlier))}`), or start that machine again"
             )
         assert keeper.seat is not None
         assert keeper.needs is not None

@@ -52,9 +52,9 @@ class Row:
         """Seconds until the next start; None if there shall be none.
 
         A process that ends by itself with an error before it ever worked would do so again,
-        wherever it is started: an environment's file that cannot be imported, an option that is
-        refused. A process that a signal or a lost node ended is started again at once, and with
-        growing delays if it ends again.
+        wherever it is started. Examples are an environment's file that cannot be imported, and an
+        option that is refused. A process that a signal or a lost node ended is started again at
+        once, and with growing delays if it ends again.
         """
         policy = self.policy
         by_itself = ended.code is not None and ended.code <= 128

@@ -139,8 +139,9 @@ def refusal(demands: Sequence[Demand], nodes: Sequence[Node]) -> str | None:
     if placed:
         beside = f", after {len(placed)} of {len(demands)} groups have their places"
     return (
-        f"the cluster cannot place {first.name}: it asks {amounts(first.total)} on one node{beside}: {requests}; "
-        f"the cluster: {there}; the run as a whole asks {amounts(whole)}: add nodes, or lower orchestration's numbers or …_cpus"
+        f"the cluster cannot place {first.name}: it asks {amounts(first.total)} on one "
+        f"node{beside}: {requests}; the cluster: {there}; the run as a whole asks "
+        f"{amounts(whole)}. Add nodes, or lower orchestration's numbers or …_cpus"
     )
 
 

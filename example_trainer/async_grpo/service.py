@@ -224,8 +224,9 @@ class ServiceFleet:
         self._owed[url] = wish
 
     def tell(self, service: Address, servers: Collection[str] | None) -> None:
-        """See Fleet. A failed report is repeated at the next call, for as long as the run lasts: a
-        trainer that does not learn of a server would leave it without weights for good."""
+        """See Fleet. A failed report is repeated at the next call, for as long as the run lasts. A
+        trainer that does not learn of a server would leave it without weights for good.
+        """
         try:
             if not self._compared and servers is not None:
                 self._compare(service, servers)

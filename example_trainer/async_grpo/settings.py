@@ -276,8 +276,9 @@ def inexact(settings: Settings) -> str | None:
     for name, most in {**dict.fromkeys(several, 1), **dict.fromkeys(others, 0)}.items():
         if getattr(asked, name) > most:
             return (
-                "is for one generator with one environment, and one trainer process that sends it the weights itself: with "
-                f"orchestration.{name} {getattr(asked, name)} time decides what is computed with what; give {most}"
+                "is for one generator with one environment, and one trainer process that sends "
+                f"it the weights itself. With orchestration.{name} {getattr(asked, name)} time "
+                f"decides what is computed with what; give {most}"
             )
     for name, value in (("max_staleness", 0), ("replay", "fifo"), ("max_reuse", 1)):
         if training.get(name, value) not in (value, None):

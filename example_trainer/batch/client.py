@@ -367,9 +367,9 @@ class RolloutClient:
     def next_batch(self, waited: Callable[[], float] | None = None) -> FetchedBatch:
         """Poll for a batch.
 
-        A service that has lost the registration is registered with again. One that leases its
-        batches hands the same one out again if the connection broke before it arrived here, or if
-        an earlier trainer died before it acknowledged it.
+        A service that has lost the registration is registered with again. A service that leases its
+        batches hands the same batch out again if the connection broke before it arrived here. It
+        also does so if an earlier trainer died before it acknowledged it.
 
         Args:
             waited: seconds for which the caller has been waiting for this batch; by default since
@@ -423,8 +423,9 @@ class RolloutClient:
             delay = min(_LONGEST_POLL, delay * 1.5)
 
     def _wait_until_nothing_is_held(self, waited: Callable[[], float]) -> None:
-        """A service that has forgotten this trainer does not know of the batches that it holds, and
-        would count what it hands out next as trained on too early by as many versions."""
+        """A service that has forgotten this trainer does not know of the batches that it holds. It
+        would count the next batches as trained on too early by as many versions.
+        """
         while self._held:
             if waited() > self.batch_timeout:
                 raise RolloutServiceError(
@@ -509,11 +510,12 @@ class RolloutClient:
     def keep(
         self, lease: TrainedBatch | None, weight_version: int, report: dict[str, Any] | None = None
     ) -> None:
-        """Report a batch, and all fetched before it, as trained on but not saved: the service
-        waits for them no longer and does not forget them yet.
+        """Report a batch, and all fetched before it, as trained on but not saved. The service waits
+        for them no longer and does not forget them yet.
 
-        Without it the service would take the sampler to be at an older version than it is, and want
-        nothing sampled that would then be too old. They are acknowledged later, as ever.
+        Without it the service would take the sampler to be at an older version than it is. It would
+        then ask for no new samples, because they would be too old. They are acknowledged later, as
+        ever.
         """
         if lease is not None:
             self._acknowledge(lease, weight_version, keep=True, report=report)

@@ -2,7 +2,7 @@
 I/O, no state.
 
 Conventions of the wire: `tokens`, `masks` and `inference_logprobs` of a sequence have the same
-length; `masks` holds -100 where a token is not trained (the prompt) and the token's id where it is;
+length. `masks` holds -100 where a token is not trained (the prompt) and the token's id where it is.
 `inference_logprobs[t]` is the logprob of `tokens[t]` given those before it, 1.0 at prompt
 positions. Above 0 it is a placeholder wherever it stands, and not taken for a logprob.
 """
@@ -81,9 +81,9 @@ def age(version: int, epoch: int | None, present: int, lives: Sequence[TrainerSe
 # I/O, no state.
 #
 # On the wire, `distill_token_ids[i][t]` and `distill_logprobs[i][t]` are k token ids and the
-# teacher's logprobs of these in the place of `tokens[i][t]`, given the tokens before it: raw
-# log-softmax, at temperature 1. The sampled token's entry is usually the first. Positions that are
-# not trained hold anything, or nothing.
+# teacher's logprobs of these. They are for the place of `tokens[i][t]`, given the tokens before it.
+# They are the raw log-softmax, at temperature 1. The sampled token's entry is usually the first.
+# Positions that are not trained hold anything, or nothing.
 
 ROUNDING = 1e-3
 """Largest logprob above 0 that counts as rounding, in nats. A larger number, such as the 1.0 of
@@ -157,7 +157,7 @@ def _of_first_entries(
     """The logprobs if everything is in order and each token's entry is the first, as it is in what
     the SDK sends; else None.
 
-    No statement is run for each token: a batch has a million of them, and the thread that reads it
+    No statement is run for each token. A batch has a million of them, and the thread that reads it
     shares its interpreter with the training thread.
     """
     if not set(map(type, ids)) | set(map(type, logprobs)) <= {list}:
@@ -198,9 +198,9 @@ def _count(values: Any) -> int | str:
 
 # The numbers that a rollout has for each of its trained tokens.
 #
-# `TOKEN_FIELDS` lists them once. Sequences, bins and the messages between ranks carry whatever is in
-# it, so a new field is one line here. If a group brings the field along as one number for each token,
-# `wire` names it and the group reader fills it in; the field's own line in
+# `TOKEN_FIELDS` lists them once. Sequences, bins and the messages between ranks carry whatever is
+# in it, so a new field is one line here. If a group brings the field along as one number for each
+# token, `wire` names it and the group reader fills it in. The field's own line in
 # `atroposlib.wire.ScoredDataGroup` describes it for environments and the service.
 
 UNKNOWN_VERSION = -1
@@ -217,7 +217,8 @@ class TokenField:
         largest: a number above it is a placeholder, as 1.0 is at prompt positions, and is replaced
             by `fill`. None if every number counts.
         ordering: whether the numbers decide, with the rest of a rollout's content, which bin the
-            rollout comes into where lengths are equal; "unless_filled": if they are not all `fill`.
+            rollout comes into where lengths are equal. If "unless_filled": if they are not all
+            `fill`.
     """
 
     dtype: type[np.int64] | type[np.float32]
@@ -335,10 +336,10 @@ def _expand(
 # The distribution that a sequence was sampled from, out of `sampling_params`, and whether it can
 # be trained on. Pure.
 #
-# `sampling_params[i]` is an object of numbers: `temperature`, and what is not neutral of `top_p`,
-# `top_k`, `min_p`, penalties and `min_tokens`; and `max_tokens`, which only ends an answer. Where
-# turns were sampled in different ways it is a list of such objects, each with `tokens`, the number of
-# sampled tokens that it is of.
+# `sampling_params[i]` is an object of numbers: `temperature`, and the non-neutral ones of `top_p`,
+# `top_k`, `min_p`, penalties and `min_tokens`. `max_tokens` only ends an answer. Where turns were
+# sampled in different ways it is a list of such objects. Each has `tokens`, the number of sampled
+# tokens that it is of.
 #
 # The trainer recomputes the logprob of each token under softmax(logits / temperature) over the whole
 # vocabulary. It does not know other influences on the distribution: see BIAS.
@@ -346,9 +347,9 @@ def _expand(
 IDLE = {**NEUTRAL, CONSTRAINED: (0.0,)}
 """Parameter that changes the distribution -> the values at which it does not."""
 BIAS = (
-    "the server's logprobs are of the distribution that was left or shifted, the trainer's of the whole one: ratios are off by "
-    "the probability that was cut away or moved, clipping and corrections take that for drift, and tokens that could not be "
-    "sampled are never learned"
+    "the server's logprobs are of the distribution that was left or shifted, the trainer's of the "
+    "whole one. So ratios are off by the probability that was cut away or moved. Clipping and "
+    "corrections take that for drift, and tokens that could not be sampled are never learned"
 )
 
 LEAST_TEMPERATURE = 1e-2
@@ -458,8 +459,8 @@ def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -
         if len(set(temperatures)) > 1:
             raise GroupError(
                 f"{where} has parts of {counts} tokens, at different temperatures, and the mask "
-                f"leaves {sampled} that "
-                "are not -100: parts must add up to these, so leave out the parts of masked turns"
+                f"leaves {sampled} that are not -100. Parts must add up to these, so leave out "
+                "the parts of masked turns"
             )
         temperatures, counts = temperatures[:1], [sampled]
     for temperature in temperatures:
@@ -503,9 +504,9 @@ def _require_usable(temperature: float | None, sequence: int, rules: SamplingRul
     if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
         how = ", greedily" if 0 <= temperature < LEAST_TEMPERATURE else ""
         raise GroupError(
-            f"{what}{how}, which is not a distribution to learn from: let the environment sample "
-            "training data at a temperature "
-            f"of at least {LEAST_TEMPERATURE:g}, and send no evaluations"
+            f"{what}{how}, which is not a distribution to learn from. Let the environment sample "
+            f"training data at a temperature of at least {LEAST_TEMPERATURE:g}, and send no "
+            "evaluations"
         )
     if rules.deterministic:
         raise GroupError(
@@ -513,9 +514,10 @@ def _require_usable(temperature: float | None, sequence: int, rules: SamplingRul
         )
     if rules.servers.raw:
         raise GroupError(
-            f"{what}, but the logprobs of {rules.servers.raw[0]} are those before any temperature (raw_logprobs), so that "
-            "training would go in a wrong direction: start the server with --logprobs-mode processed_logprobs, or let the "
-            "environment sample at temperature 1"
+            f"{what}, but the logprobs of {rules.servers.raw[0]} are those before any temperature "
+            "(raw_logprobs), so that training would go in a wrong direction. Start the server "
+            "with --logprobs-mode processed_logprobs, or let the environment sample at "
+            "temperature 1"
         )
 
 
@@ -779,7 +781,7 @@ class LengthRules:
 
     Attributes:
         truncated_answers: answers that ran into their limit are trained on, or masked: not trained
-            on, and in the baseline of the others; or every answer is penalised for coming near its
+            on, and in the baseline of the others. Or every answer is penalised for coming near its
             limit, see `penalty`.
         buffer: tokens before the limit over which the penalty grows; all of them where the limit is
             less.

@@ -189,7 +189,7 @@ class SampledBatches:
                  sampled at    0  0  0  1  2
 
     Each of those batches is there once. Where one is left out, no other of its age is left, and the
-    run ends; without staleness, or before the first step, another is sampled in its place.
+    run ends. Without staleness, or before the first step, another is sampled in its place.
 
     Args:
         groups: problems in a batch.
@@ -259,8 +259,9 @@ class SampledBatches:
         """
         if skipped is not None and self._staleness and version:
             raise TrainerError(
-                f"a batch was left out at step {version}, and the next one is not --staleness {self._staleness} steps old, as "
-                f"all are to be; give --staleness 0, or mend why it was left out: {skipped}"
+                f"a batch was left out at step {version}, and the next one is not --staleness "
+                f"{self._staleness} steps old, as all are to be. Give --staleness 0, or mend why "
+                f"it was left out: {skipped}"
             )
 
     def last_report(

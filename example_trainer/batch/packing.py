@@ -39,8 +39,8 @@ _HOST = ("lengths", "parents", "counts", "orders", "unreferenced", "reference_pa
 
 @dataclass(frozen=True)
 class PackedBin:
-    """Spans of one forward pass. n counts the trained tokens of all its sequences, in the order of
-    the sequences and, in each, of the tokens.
+    """Spans of one forward pass. It has n trained tokens: of all its sequences, in the order of the
+    sequences and, in each, of the tokens.
 
     Attributes:
         tokens: [tokens] int64, span after span.
@@ -179,8 +179,8 @@ class PackedBin:
 #                        └─ answer 3
 #
 # A span is split off only if it spares the rollouts that share it at least LEAST_SAVING tokens
-# each: every further span is one more run of keys that attention has to gather, and one more ragged
-# end among its tiles, for all that continue it.
+# each. For all that continue it, every further span is one more run of keys that attention has to
+# gather. It is also one more ragged end among its tiles.
 
 LEAST_SAVING = 16
 
@@ -343,15 +343,18 @@ def divide(rollouts: Sequence[tuple[int, bytes]], count: int) -> list[list[int]]
 
 PAIRS_PER_TOKEN = 1 << 14
 """Pairs of attention that cost as much as all the rest that is done for a token. A layer spends 2
-operations a parameter on a token, 4 times its attention's width on a pair; with about 12 width²
-parameters that is 6 times the width: 12,000 to 30,000 for models of 1.7B to 14B parameters."""
+operations a parameter on a token, 4 times its attention's width on a pair. With about 12 width²
+parameters that is 6 times the width: 12,000 to 30,000 for models of 1.7B to 14B parameters.
+"""
 SEEN_PER_TOKEN = 2
 """Keys that the spans of a bin may see for each token of its budget. Attention has the keys and
-values of a prompt laid out again for each span that continues it (see Packing.key_rows), in every
-layer, and the backward pass needs them: without a bound, many short answers to a long prompt are
-few tokens and any amount of memory. With 2 the bound is not felt where answers are as long as their
-prompt, or longer. And rollouts never need more room together than apart: spans of a tree in which
-none of them ends are fewer than they are, and each of these sees no more than one of theirs."""
+values of a prompt laid out again for each span that continues it (see Packing.key_rows). That is so
+in every layer, and the backward pass needs them. Without a bound, many short answers to a long
+prompt are few tokens and any amount of memory. With 2 the bound is not felt where answers are as
+long as their prompt, or longer. And rollouts never need more room together than apart. The spans of
+a tree in which no rollout ends are fewer than its rollouts. Each of these spans sees no more than
+one rollout's span does.
+"""
 
 
 @dataclass(frozen=True)
@@ -437,12 +440,12 @@ def pack_batch(
     out.
 
     Every other trained token is there once, but for sequences whose advantages are all 0 where
-    these need not be forwarded: then they are there in the weights of the others alone. One
-    sequence of each minibatch is forwarded in any case, the shortest, so that a batch that teaches
-    nothing is a step like others.
+    these need not be forwarded. Then they count in the weights of the others alone. One sequence of
+    each minibatch is forwarded in any case, the shortest, so that a batch that teaches nothing is a
+    step like others.
 
     With one rank and nothing shared the sequences follow each other in the same order whatever
-    `tokens_per_bin` is, so that sums which are taken in that order come out the same to the bit.
+    `tokens_per_bin` is. So sums that are taken in that order come out the same to the bit.
 
     Args:
         tokens_per_bin: at most so many are forwarded in one pass, and they see at most
@@ -535,8 +538,9 @@ def _bins_of_rollouts(rollouts: Sequence[_Rollout], tokens_per_bin: int, ranks: 
 
 def _bins_of_groups(rollouts: Sequence[_Rollout], tokens_per_bin: int, ranks: int) -> list[_Bin]:
     """Bins in which rollouts of a group share their beginnings. With several ranks, groups are
-    halved as long as less waiting for each other saves the ranks more than further copies of what
-    the halves shared cost them."""
+    halved as long as that pays. The ranks wait less for each other, but pay for further copies of
+    the halves' common tokens.
+    """
     groups: dict[int, list[_Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.sequence.order[0], []).append(rollout)
@@ -605,8 +609,9 @@ def _fill_in_order(units: Sequence[_Unit], tokens_per_bin: int) -> list[_Bin]:
 
 
 def _fill_evenly(units: Sequence[_Unit], tokens_per_bin: int, ranks: int) -> list[_Bin]:
-    """Each unit, the costliest first, into the bin of the least cost that has room for it (Graham,
-    1969: longest processing time first), in as few passes as that is possible in, or a few more."""
+    """Put each unit, the costliest first, into the bin of the least cost that has room for it
+    (Graham, 1969: longest processing time first). The passes are as few as possible, or a few more.
+    """
     passes = -(-sum(min(unit.size, tokens_per_bin) for unit in units) // (tokens_per_bin * ranks))
     while (bins := _fill_so_many(units, tokens_per_bin, passes * ranks)) is None:
         passes += 1 + passes // 8  # each try costs a look at every unit
@@ -719,7 +724,7 @@ def completed_reference(bin: PackedBin, compute: Callable[[PackedBin], Tensor]) 
 
     Args:
         compute: [n] float32 logprobs of the trained tokens of a bin. Collective where the reference
-            is spread over ranks: each has as many bins, and all of them agree by `reference_pass`
+            is spread over ranks. Each has as many bins, and all of them agree by `reference_pass`
             on the bins that get a pass.
 
     Returns:

@@ -8,7 +8,7 @@ With several ranks the thread of rank 0 hands the others their bins, and their t
 them (`BinChannel`).
 
 One batch ahead and no more: what is fetched earlier is trained on later, and so older. A batch that
-is fetched stays leased until it is acknowledged, so a batch that was not trained on goes to the
+is fetched stays leased until it is acknowledged. So a batch that was not trained on goes to the
 trainer that registers next.
 """
 
@@ -61,7 +61,7 @@ class BinChannel:
     """Over which rank 0 hands out a batch's bins, to as many calls of `receive` on each other rank
     as it makes of `send`.
 
-    A rank for which the run is over leaves when it likes, also when rank 0 is about to send: both
+    A rank for which the run is over leaves when it likes, also when rank 0 is about to send. Both
     claim the rank's share, and the first claim counts. If that is rank 0's, the rank takes its bins
     before it leaves; if not, it is sent none.
 
@@ -101,7 +101,7 @@ class BinChannel:
         """On another rank: its own bins, on the host, when they come; None once no rank waits for
         them any more.
 
-        A batch takes as long as the environments need, or as the step before it: the deadline is
+        A batch takes as long as the environments need, or as the step before it. The deadline is
         that of the thread which trains, in `Batches.next`.
 
         Raises:
@@ -412,8 +412,8 @@ class Batches:
 
         Args:
             hold: what was learned is not saved yet. The service keeps the batch for the trainer
-                that registers next, until the next report: with the next batch that is not held,
-                or in `release`.
+                that registers next, until the next report. That comes with the next batch that is
+                not held, or in `release`.
             report: see RolloutClient.acknowledge; sent at once, by rank 0.
         """
 

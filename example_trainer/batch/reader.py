@@ -428,9 +428,9 @@ class BatchReader:
         if batch.no_logprobs:
             self._say_once(
                 "no_logprobs",
-                f"inference_logprobs above 0 at {batch.no_logprobs} sampled tokens of a batch are placeholders, no logprobs: "
-                "such tokens count as sent without (missing_rollout_logprobs); let the environment "
-                "send the server's logprobs",
+                f"inference_logprobs above 0 at {batch.no_logprobs} sampled tokens of a batch are "
+                "placeholders, no logprobs. Such tokens count as sent without "
+                "(missing_rollout_logprobs). Let the environment send the server's logprobs",
             )
         if batch.least_limit < self.config.overlong_buffer:
             self._say_once(
@@ -481,9 +481,10 @@ class BatchReader:
         if tempered:
             self._say_once(
                 "tempered",
-                f"{len(tempered)} of {len(batch.sequences)} sequences were sampled at another temperature than 1, such as "
-                f"{tempered[0][tempered[0] != 1.0][0]:g}: the policy at that temperature learns from the teacher at 1, and is "
-                "another at 1 than the teacher; sample at temperature 1",
+                f"{len(tempered)} of {len(batch.sequences)} sequences were sampled at another "
+                f"temperature than 1, such as {tempered[0][tempered[0] != 1.0][0]:g}: the policy "
+                "at that temperature learns from the teacher at 1. At 1 it is another than the "
+                "teacher. Sample at temperature 1",
             )
 
     def _temperatures(self, sequence: TrainedSequence) -> npt.NDArray[np.float32]:

@@ -4,17 +4,17 @@
 
 The guard stays between the starter of a process (the quick start, a trainer, a test) and that
 process. It ends the command, with all that the command started, when the control pipe closes. The
-starter closes the pipe to stop the process; the kernel closes it when the starter dies, however it
-dies, so that `kill -9` takes the very same way as a regular stop. CONTROL is the number of the file
+starter closes the pipe to stop the process. The kernel closes it when the starter dies, however it
+dies. So `kill -9` takes the very same way as a regular stop. CONTROL is the number of the file
 descriptor.
 
 A part of the stack outlives the command that starts it. CONTROL is then the path of a file, and
 SIGTERM stops the command. When the command has ended, the file holds {"code", "at"}: the exit status
 and the Unix time.
 
-Linux only: the guard makes itself a child subreaper, so that even a grandchild that left its
-session (vLLM's engine core does) stays below it in the process tree and is found. Standard library
-only, because it must start fast and stay small.
+Linux only: the guard makes itself a child subreaper. So even a grandchild that left its session
+(vLLM's engine core does) stays below it in the process tree and is found. Standard library only,
+because it must start fast and stay small.
 
 Exit status: the command's own; 128 + n if signal n ended it; 127 if it could not be started.
 """
@@ -132,8 +132,8 @@ class Guard:
     def spawn(self) -> int:
         """Start the command in a process group of its own; returns its process id."""
         guard = os.getpid()
-        # Held back until the child answers to signals as the command will: a SIGTERM that came
-        # while it still had this process's handlers would be swallowed, and the command would run
+        # Held back until the child answers to signals as the command will. A SIGTERM that came
+        # while it still had this process's handlers would be swallowed. The command would then run
         # on until the grace period is over.
         stop_signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
         signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)

@@ -35,7 +35,7 @@ def is_free(port: int) -> bool:
 class PortReservations:
     """Picks free ports and keeps others of this machine that pick ports off them until closed.
 
-    A port is free to bind until its server has started, so asking the kernel is not enough: a lock
+    A port is free to bind until its server has started, so asking the kernel is not enough. A lock
     on a file named after the port, which the kernel drops when this process ends, covers the time
     in between.
     """

@@ -123,14 +123,14 @@ def followed_plan(info: dict[str, Any], url: str, geometry: Geometry, tensor_ran
     if obstacles := undividable(geometry, plan.parts):
         fitting = [parts for parts in PARTS if not undividable(geometry, parts)]
         raise PairingError(
-            f"the vLLM server at {url} sums {plan.parts} parts, and {', '.join(obstacles)} of this "
-            f"trainer's model cannot be split so: start vLLM with --tensor-parallel-size "
+            f"the vLLM server at {url} sums {plan.parts} parts, and {', '.join(obstacles)} of "
+            "this trainer's model cannot be split so. Start vLLM with --tensor-parallel-size "
             f"{_either(fitting)}, or give both the same model"
         )
     if plan.parts % tensor_ranks:
         raise PairingError(
             f"the vLLM server at {url} sums {plan.parts} part(s), which {tensor_ranks} "
-            f"tensor-parallel trainer ranks cannot share: train with "
+            "tensor-parallel trainer ranks cannot share. Train with "
             f"{_either(plan.trainer_ranks())} such ranks, or start vLLM with "
             f"--tensor-parallel-size {_either([n for n in PARTS if n % tensor_ranks == 0])}"
         )

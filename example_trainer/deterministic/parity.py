@@ -193,8 +193,8 @@ class ParityCheck:
             logprobs: [n] float32, recomputed by the trainer.
 
         Raises:
-            ParityError: a token of the present weights differs, or came without a logprob; or one
-                is of other weights, or of unknown ones, and that is not allowed.
+            ParityError: a token of the present weights differs, or came without a logprob. Also if
+                one is of other weights, or of unknown ones, and that is not allowed.
         """
         rows = self._ranks.shared(
             "comparing logprobs", lambda: asdict(self._figures(packed, logprobs.detach()))
@@ -213,8 +213,8 @@ class ParityCheck:
         lost = f" ({missing} came without a logprob)" * bool(missing)
         raise ParityError(
             f"{mismatched} of {sum(one.compared for one in bins)} tokens of a microbatch differ "
-            f"between vLLM and the trainer{lost}, by up to {self._largest:.3g}; first {self.first}; "
-            f"{self._kernels()}; the log has both sides' kernels"
+            f"between vLLM and the trainer{lost}, by up to {self._largest:.3g}; first "
+            f"{self.first}; {self._kernels()}. The log has both sides' kernels"
         )
 
     def _add(self, bins: Sequence[BinFigures]) -> None:
@@ -276,17 +276,18 @@ class ParityCheck:
         (group, sequence), sampled = _sequence_of(packed, index), int(packed["versions"][index])
         return (
             f"group {group}, sequence {sequence} was sampled under weight version "
-            f"{None if sampled == UNKNOWN_VERSION else sampled}, the trainer holds {self._version}: its bits cannot be equal; "
-            "let the environment wait for each step (--env.max_batches_offpolicy 0)"
+            f"{None if sampled == UNKNOWN_VERSION else sampled}, the trainer holds "
+            f"{self._version}: its bits cannot be equal. Let the environment wait for each step "
+            "(--env.max_batches_offpolicy 0)"
         )
 
     def row(
         self, masters: Mapping[str, Tensor], shards: Shards | None = None
     ) -> dict[str, int | float | str]:
-        """The figures of the step, for the metrics: of the tokens sampled under its weights how
-        many were compared, how many differ, the largest difference and their KL by k3 in nats per
-        token; how many others there were, and their KL; and the hash of the masters after the step.
-        Collective.
+        """The figures of the step, for the metrics. For the tokens sampled under its weights: how
+        many were compared, how many differ and the largest difference. Then their KL by k3 in nats
+        per token. For the other tokens: their number and their KL. Last, the hash of the masters
+        after the step. Collective.
 
         Args:
             masters, shards: see weights_sha.

@@ -347,8 +347,8 @@ class Part(RunningProcess):
         it still runs.
 
         A vLLM server that stops takes its published configuration back. Where its trainer lives,
-        that is put there again, as a killed server would have left it: by it the next server of
-        this port knows that it must wait for the trainer's weights instead of serving the
+        that is put there again, as a killed server would have left it. By it the next server of
+        this port knows that it must wait for the trainer's weights. Otherwise it would serve the
         checkpoint's.
         """
         begun, keeper = time.monotonic(), self.record.keeper

@@ -1,5 +1,5 @@
-"""The fleet of a run: the weights that each vLLM server serves, as the trainer publishes them at the
-rollout service, or as each server answers.
+"""The fleet of a run: the weights that each vLLM server serves. The trainer publishes them at the
+rollout service, or each server answers for itself.
 """
 
 from __future__ import annotations

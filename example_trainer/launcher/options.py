@@ -63,8 +63,8 @@ def choose_gpus(
 
     One server: of three or more GPUs it gets the first two and the trainer the third; of two, each
     gets one; one they share. Several servers: each gets as many as `size` needs, or as many as
-    there are for each beside the trainer's (a power of two, since a model's heads must be divisible
-    by it); the trainer gets the next one. They share none.
+    there are for each beside the trainer's. That is a power of two, since a model's heads must be
+    divisible by it. The trainer gets the next one. They share none.
 
     Args:
         vllm, trainer: what was asked for; None: choose.
@@ -346,8 +346,9 @@ SWITCHES = {
     "keys.env (default: from this one alone)",
     "resume": "start again what of this run does not run, with the options of its last start; the trainer goes on from its "
     "newest checkpoint. With a larger --vllm-servers: further servers join the training that runs",
-    "ray": "an asynchronous run on Ray in the foreground instead, by --config FILE (default: the starter model on this "
-    "machine's cores); --folder and --steps are the only other flags then (docs/async.md)",
+    "ray": "an asynchronous run on Ray in the foreground instead, by --config FILE (default: "
+    "the starter model on this machine's cores). Then --folder and --steps are the "
+    "only other flags (docs/async.md)",
     "no-links": "put no links to the logs into the folder where this is typed",
 }
 """Options without a value, and their help."""

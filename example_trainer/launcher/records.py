@@ -1,5 +1,6 @@
 """The parts of a stack (service, vllm, vllm-2, …, environment, trainer), and the facts that a run
-folder keeps of them: keys, and one file for each process, so that no other process is taken for it.
+folder keeps of them. These are keys, and one file for each process, so that no other process is
+taken for it.
 """
 
 from __future__ import annotations
@@ -171,9 +172,9 @@ class Record:
         """Processes of this part that outlived their keeper, which only SIGKILL of the keeper makes
         possible.
 
-        The engine of a server of another project is one: it may rename itself, so `pkill -f` misses
-        it, and not notice that its server has ended. It is recognized by this part's log, which is
-        its standard output. Only processes of this user that were started after the keeper are
+        The engine of a server of another project is one. It may rename itself, so `pkill -f` misses
+        it. It may not notice that its server has ended. It is recognized by this part's log, which
+        is its standard output. Only processes of this user that were started after the keeper are
         considered.
         """
         if self.keeper.is_alive() or self.keeper.boot != boot_id():

@@ -1,8 +1,9 @@
 """The command of each process of a run, in one place: service, vLLM server, environment, trainer
 and the workers beside it.
 
-* The quick start, the stack of `start.sh`, the driver on Ray, simple_rl.py, a trainer that owns its
-  vLLM server, the benchmarks and the end-to-end tests fill in addresses, folders and options.
+* Addresses, folders and options are filled in by the quick start, the stack of `start.sh`, the
+  driver on Ray and simple_rl.py. A trainer that owns its vLLM server, the benchmarks and the
+  end-to-end tests fill them in too.
 * The scripts are named relative to the repository, in which most commands run; see `anywhere`.
 * Values have the names of the program's own options. A value of None or False leaves its flag out.
 * `python` is the interpreter. The driver on Ray passes a placeholder, which each node replaces by

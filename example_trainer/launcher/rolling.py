@@ -138,8 +138,8 @@ class Roller:
             time.sleep(POLL_SECONDS)
 
     def missing(self, part: str, served_at: float | None) -> tuple[str, float | None]:
-        """Return what a server lacks to count as back, in a few words, empty if nothing; and since when it
-        has served the present weights, in seconds of `time.monotonic`.
+        """Return what a server lacks to count as back, in a few words, empty if nothing. Also
+        return since when it has served the present weights, in seconds of `time.monotonic`.
 
         The others are asked first, so that an update that comes in between never makes this one
         look late.

@@ -50,7 +50,7 @@ BATCHES = {
 """Shape of a batch in each environment.
 
 Late in an arithmetic run, nearly all answers to one problem get the same reward. The reward of a
-batch is then an average over its problems, not over its answers: if 2 of 8 problems fail, it drops
+batch is then an average over its problems, not over its answers. If 2 of 8 problems fail, it drops
 to 75 % although the model has not changed. More problems with fewer answers each cost the same.
 """
 MICRO_BATCH = 64

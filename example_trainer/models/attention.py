@@ -152,8 +152,9 @@ class FlashAttnWithBackward(torch.autograd.Function):
             or max(lengths) > max_seqlen
         ):
             raise ValueError(
-                f"cu_seqlens {bounds} with max_seqlen {max_seqlen} do not fit {len(q)} tokens: begin with 0, end with the "
-                "number of tokens, and give the length of the longest sequence"
+                f"cu_seqlens {bounds} with max_seqlen {max_seqlen} do not fit {len(q)} tokens. "
+                "Begin with 0, end with the number of tokens, and give the length of the longest "
+                "sequence"
             )
         factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
         return invariant.Attention.forward(

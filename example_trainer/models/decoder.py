@@ -1,10 +1,10 @@
 """A decoder-only transformer whose parameters have vLLM's names, shapes and order of rows, on
 packed tokens.
 
-The query, key and value projections are one matrix (`qkv_proj`, rows [q; k; v]), and so are the
-gate and up projections (`gate_up_proj`, rows [gate; up]): a weight can then go to the inference
-server without being renamed or fused again. As in vLLM, what a layer adds to the residual leaves it
-apart from that, and the next norm adds them.
+The query, key and value projections are one matrix (`qkv_proj`, rows [q; k; v]). So are the gate
+and up projections (`gate_up_proj`, rows [gate; up]). A weight can then go to the inference server
+without being renamed or fused again. As in vLLM, what a layer adds to the residual leaves it apart
+from that, and the next norm adds them.
 
 The family's table (`vllm_patching/weights/families.py`) names the blocks of a layer and the shapes
 of all parameters. The computation of each block is here, and calls the functions of a table of
@@ -133,8 +133,8 @@ class Linear(nn.Module):
 
 
 class RowLinear(Linear):
-    """A linear layer whose inputs, and the columns of whose weight, are split over ranks: of the
-    trainer, or of a sampler whose bits the trainer follows.
+    """A linear layer whose inputs, and the columns of whose weight, are split over ranks. They are
+    the trainer's, or a sampler's whose bits the trainer follows.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class RowLinear(Linear):
 
 
 class Blueprint:
-    """Makes the layers of a model: their parameters have the shapes of the family's table, or of
+    """Makes the layers of a model. Their parameters have the shapes of the family's table, or of
     this rank's part of it, and no values yet.
 
     Attributes:

@@ -75,8 +75,8 @@ def find_checkpoint(name: str) -> Path:
         )
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"model {name!r}: {unknown} cannot be reached, nor is the model in its local cache; "
-            "check the name and the network, or give the path of a downloaded folder"
+            f"model {name!r}: {unknown} cannot be reached, nor is the model in its local cache. "
+            "Check the name and the network, or give the path of a downloaded folder"
         ) from error
     except HFValidationError as error:
         raise ModelError(

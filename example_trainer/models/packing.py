@@ -1,9 +1,9 @@
 """Spans of tokens laid one behind the other without padding: what the decoder computes on.
 
 A *span* is a run of tokens that the decoder sees once. Usually it is a whole sequence. Where
-sequences begin alike, what they have in common is a span of its own, their *parent*, and each
-continues it: its queries attend to the keys of its parent, of its parent's parent and so on, and
-then to its own. So a prompt is forwarded once for all its responses.
+sequences begin alike, their common tokens are a span of its own, their *parent*, and each continues
+it. Its queries attend to the keys of its parent, of its parent's parent and so on, and then to its
+own. So a prompt is forwarded once for all its responses.
 """
 
 from __future__ import annotations

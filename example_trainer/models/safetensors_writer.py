@@ -1,8 +1,8 @@
 """Writing safetensors files one tensor at a time, so that what is written need never be in memory
 together.
 
-The format: 8 bytes with the header's length, a JSON header with the place of each tensor's bytes,
-then these bytes, row-major and little-endian, one tensor after the other
+The format: 8 bytes with the header's length, then a JSON header with the place of each tensor's
+bytes. The bytes follow, row-major and little-endian, one tensor after the other
 (https://github.com/huggingface/safetensors).
 """
 

@@ -140,10 +140,10 @@ class _Leave(torch.autograd.Function):
 
 # float32 sums of gradients, to which the backward pass itself adds.
 #
-# A parameter's gradient over a step is the sum over many passes. If each pass left a gradient in the
-# parameter's dtype, adding it up would cost a pass over all of them, and a rounding, every time.
-# Instead the matrix product that makes it adds to the float32 sum (cuBLAS and our kernels do so
-# without another pass), and autograd sees no gradient of the parameter at all.
+# A parameter's gradient over a step is the sum over many passes. A gradient of each pass in the
+# parameter's dtype would have to be added up. That costs a pass over all of them, and a rounding,
+# every time. Instead the matrix product that makes it adds to the float32 sum (cuBLAS and our
+# kernels do so without another pass). Autograd sees no gradient of the parameter at all.
 
 Total = Callable[[], Tensor]
 """Returns the float32 sum that a parameter's gradient is added to, in the parameter's shape; zeros
@@ -211,7 +211,7 @@ class GradientSums:
     def total(self, parameter: Tensor, as_head_of_tied: bool = False) -> Total | None:
         """See Sums.total.
 
-        The two uses of a tied matrix are summed apart: the order in which they are added must not
+        The two uses of a tied matrix are summed apart. The order in which they are added must not
         depend on how a batch is packed.
         """
         if not parameter.requires_grad:
@@ -303,7 +303,7 @@ class Shards:
     """One process holds every parameter whole. The base of the other ways, which spread them.
 
     A *local* tensor is what this rank holds of a parameter (of its float32 master, of its
-    gradient); a *whole* one is what a single process would hold. Methods marked "collective" are
+    gradient). A *whole* one is what a single process would hold. Methods marked "collective" are
     called by all ranks in the same order.
 
     Attributes:

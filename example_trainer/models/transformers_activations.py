@@ -1,7 +1,8 @@
 """The bytes that a model of transformers keeps for its backward pass, measured.
 
 Classes of transformers differ too much to count. So the first layers of the model, one of each
-kind, are run over a few tokens with made-up weights, before the real ones are loaded.
+kind, are run over a few tokens with made-up weights. That is done before the real weights are
+loaded.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Seen:
         ops: the table that has the attention.
         packing: sequences, and the tokens of each.
         rows: how often the packing's tokens stand side by side in the model's batch: 1, or the
-            number of sequences, each padded to the length of the longest one.
+            number of sequences. Each is then padded to the length of the longest one.
         window: how many of the newest tokens a query sees; None: all of its sequence.
     """
 

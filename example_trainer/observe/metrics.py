@@ -40,7 +40,7 @@ class EvaluationFile:
     Args:
         path: the file. A new run moves that of an earlier one aside, as it does with metrics.jsonl.
         continued: whether the run is resumed. The file's lines then stay, later steps than the one
-            resumed from too: they measured the weights of that time, even if these steps are
+            resumed from too. They measured the weights of that time, even if these steps are
             trained again. Lines that cannot be read stay, with a warning; half a line at the end,
             as of a trainer that was killed, is cut off.
     """

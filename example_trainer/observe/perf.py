@@ -1,16 +1,16 @@
 """Speed of a step, and its share of the device's rate; torch's profiler, and the history of a GPU's
 memory.
 
-The model's arithmetic is counted as in appendix B of PaLM (Chowdhery et
-al., arXiv:2204.02311): a product with a matrix of P elements takes 2·P operations for each token
-forward, and twice as many backward, for the gradients of its input and of itself, hence 6·P.
-Attention takes 2·d operations for a query and a key that it sees, and 2·d for the value, in each
-head of width d, hence 12·d forward and backward. Only pairs that causal attention really has count,
-and the prompt that several responses share counts once, since it is forwarded once. The embedding
-is a lookup and counts nothing; the output matrix counts for the trained tokens, whose logits alone
-are made. Repeated computations (gradient checkpointing, the logits of the head) do not belong to
-the model, and are not counted. Model FLOPs utilisation, MFU, is that by the time of forward,
-backward and optimizer, divided by the device's rate.
+The model's arithmetic is counted as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311). A
+product with a matrix of P elements takes 2·P operations for each token forward. It takes twice as
+many backward, for the gradients of its input and of itself, hence 6·P. Attention takes 2·d
+operations for a query and a key that it sees, and 2·d for the value, in each head of width d. That
+makes 12·d forward and backward. Only pairs that causal attention really has count, and the prompt
+that several responses share counts once, since it is forwarded once. The embedding is a lookup and
+counts nothing; the output matrix counts for the trained tokens, whose logits alone are made.
+Repeated computations (gradient checkpointing, the logits of the head) do not belong to the model,
+and are not counted. Model FLOPs utilisation, MFU, is that by the time of forward, backward and
+optimizer, divided by the device's rate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Logprobs, entropies and advantages of a few sequences of a step, sent back with the
 acknowledgement for the page of rollouts.
 
-It costs a step next to nothing. Sequences are chosen on the host before the first pass; their
-values are copied to pinned memory behind the kernels that made them, and read when the step's
+It costs a step next to nothing. Sequences are chosen on the host before the first pass. Their
+values are copied to pinned memory behind the kernels that made them. They are read when the step's
 figures have been waited for anyway.
 """
 
@@ -103,7 +103,7 @@ class TokenReport:
         """Return the report since `begin` for the rollout service; None if it is empty.
 
         `logprobs`, `entropies` and `advantages` are little-endian float32 in base64, for the first
-        of the sequence's trained tokens; an advantage that is the same for all is a number.
+        of the sequence's trained tokens. An advantage that is the same for all is a number.
         `trained` counts them all.
         """
         copied, self._copied = self._copied, []

@@ -283,8 +283,8 @@ class SpreadExperts(nn.Module):
         return summed
 
     def _computed(self, rows: Tensor, tags: Tensor, received: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the outputs of this rank's experts for rows, before their weights: once as a
-        tensor with their gradient, and once as [parts, rows, width] without one.
+        """Return the outputs of this rank's experts for rows, before their weights. They are
+        returned as a tensor with their gradient, and as [parts, rows, width] without one.
 
         Args:
             tags: span · experts + expert of each row.

@@ -1,7 +1,7 @@
 """Data parallelism with sharded parameters (ZeRO stage 3, arXiv:1910.02054) by torch's FSDP2.
 
 Each rank works on its own bins of tokens and holds a range of rows of every parameter and of its
-moments; a layer's parameters are whole only while that layer computes. The parameters of a trained
+moments. A layer's parameters are whole only while that layer computes. The parameters of a trained
 model are its float32 masters. FSDP2 rounds them to the dtype that the model computes in whenever it
 gathers them, and sums their gradients over bins and ranks in float32. It sums, and does not
 average: the loss weights count in the whole batch.

@@ -31,8 +31,8 @@ from example_trainer.errors import ConfigError
 from example_trainer.parallel.launched import LAUNCHER_VARIABLE
 from example_trainer.process import StopRequested, StopSignal
 
-# The variables that describe the ranks of a job to a process: the program that started it, its
-# rank, and the place where the ranks meet.
+# The variables that describe the ranks of a job to a process. They have the program that started
+# it, its rank, and the place where the ranks meet.
 
 LOOPBACK = "127.0.0.1"
 STORE_VARIABLE = "LOCKSTEP_RANK_STORE"

@@ -2,8 +2,8 @@
 
 A *rank* is one of these processes, which `launch.py` or torchrun started. Rank 0 is the main one,
 which alone speaks HTTP and writes files. Every method of `Ranks` but the properties is collective:
-all ranks call it in the same order, and each ends within its deadline, with the same outcome on
-every rank, also when one of them fails or dies. A trainer of one process sends nothing.
+all ranks call it in the same order. Each ends within its deadline, with the same outcome on every
+rank, also when one of them fails or dies. A trainer of one process sends nothing.
 """
 
 from __future__ import annotations
@@ -185,9 +185,9 @@ class Ranks:
         if reason:
             return RankError(f"rank {self.rank} gave up {what}: {reason}")
         return RankError(
-            f"rank {self.rank} of {self.world_size} lost another rank while {what} ({first_line(error)}); "
-            "the log names the rank that ended first, whose last lines have the reason; start "
-            "again with --resume auto"
+            f"rank {self.rank} of {self.world_size} lost another rank while {what} "
+            f"({first_line(error)}); the log names the rank that ended first, whose last lines "
+            "have the reason. Start again with --resume auto"
         )
 
     def reason_of_another(self, seconds: float = _REASON_SECONDS) -> str:
@@ -337,8 +337,8 @@ def _gloo_on_loopback(host: str) -> Iterator[None]:
 def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
     """Meet the other ranks, and leave them at the end of the with block.
 
-    Two process groups are formed: torch's default group for tensors (NCCL if `device` is a GPU,
-    else Gloo), and a Gloo group for objects and errors. A block that ends with an error leaves its
+    Two process groups are formed. Torch's default group is for tensors (NCCL if `device` is a GPU,
+    else Gloo). A Gloo group is for objects and errors. A block that ends with an error leaves its
     reason to the other ranks.
 
     Args:

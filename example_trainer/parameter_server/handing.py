@@ -191,8 +191,9 @@ class Handing:
         spoilt = [rank for rank, (_, sound) in enumerate(states) if not sound]
         if spoilt:
             return (
-                f"version {weights.version} is not handed out: what shard {spoilt[0]} of {len(states)} holds has not the "
-                "checksum any more with which it came (is this machine's memory sound?); the trainer's next push mends it"
+                f"version {weights.version} is not handed out: the data of shard {spoilt[0]} of "
+                f"{len(states)} has not the checksum any more with which it came. Is this "
+                "machine's memory sound? The trainer's next push mends it"
             )
         show(self._model, copy)
         self.bridge.offer(weights.version, weights.epoch)
@@ -218,7 +219,7 @@ class Handing:
 
     def report(self) -> dict[str, Any]:
         """Return the report of deterministic mode of the first vLLM server in that mode, with its
-        address as `server`, for any thread; empty if no vLLM server answers now.
+        address as `server`, for any thread. It is empty if no vLLM server answers now.
 
         Raises:
             ConfigError: no server that answers is in that mode.

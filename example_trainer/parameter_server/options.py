@@ -33,8 +33,9 @@ class ParameterServerOptions(Section):
     )
     part: str = Field(
         "1/1",
-        description="which of several parameter servers this is, as 2/3: it serves every third of --vllm-servers from the "
-        "second on, and its share of servers that join; all are given the same list",
+        description="which of several parameter servers this is, as 2/3. That one serves every "
+        "third of --vllm-servers from the second on, and its share of servers that "
+        "join; all are given the same list",
     )
     atropos_url: HttpAddress | None = Field(
         None,

@@ -188,8 +188,8 @@ class HeldController(BridgeController):
     async def _until(
         self, wanted: str, what: str, also: tuple[str, ...] = ()
     ) -> list[dict[str, Any]]:
-        """As of vLLM's; a shard has no other step to take, so it may wait itself, and what it
-        receives is not held up by questions.
+        """As of vLLM's. A shard has no other step to take, so it may wait itself. Questions do not
+        hold up the receiving.
         """
         return await self._ranks.until(
             wanted, what, f"waiting for {self.state.trainer}", also, may_block=True,

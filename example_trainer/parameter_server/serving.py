@@ -87,8 +87,8 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
             server.report, handing.kernels.trainer_kernels = handing.report, server.trainer_kernels
         num_bytes = sum(flat_layout(manifest)[1] for manifest in manifests)
         logger.info(
-            "[ParameterServer] ready on port %d: %d parameters of %s in %s, %d copies of %.2f GB on %s, %d shard(s); waits "
-            "for the trainer's first push",
+            "[ParameterServer] ready on port %d: %d parameters of %s in %s, %d copies of %.2f GB "
+            "on %s, %d shard(s). Waits for the trainer's first push",
             options.port, len(held.manifest.entries), options.model_name, str(dtype).removeprefix("torch."), COPIES,
             num_bytes / 1e9, device, ranks.world_size,
         )  # fmt: skip

@@ -206,8 +206,9 @@ def meet(listening: socket.socket, place: str, key: str, ranks: Ranks) -> list[W
             if left > 0:
                 continue
             raise BridgeError(
-                f"{who} did not come to {place} within {ranks.timeout:g} s (--rank-timeout); see what became of it where it "
-                "runs, and that this address is reached from there (MASTER_ADDR names another), then start all shards again"
+                f"{who} did not come to {place} within {ranks.timeout:g} s (--rank-timeout). See "
+                "what became of it where it runs. See that this address is reached from there "
+                "(MASTER_ADDR names another), then start all shards again"
             ) from None
         wire = Wire(connection)
         try:
@@ -234,7 +235,8 @@ def come(host: str, port: int, key: str, ranks: Ranks) -> Wire:
         wire.tell([ranks.rank, key])
     except OSError as error:
         raise BridgeError(
-            f"shard {ranks.rank} of {ranks.world_size} on {socket.gethostname()} does not reach shard 0 at {host}:{port}: "
-            f"{error}; see that its firewall lets this machine in, or set MASTER_ADDR to another address of that machine"
+            f"shard {ranks.rank} of {ranks.world_size} on {socket.gethostname()} does not reach "
+            f"shard 0 at {host}:{port}: {error}. See that its firewall lets this machine in, or "
+            "set MASTER_ADDR to another address of that machine"
         ) from error
     return wire

@@ -303,8 +303,8 @@ def finish_earlier_run(
     completed it was killed before that.
     """
     logger.info(
-        "Nothing to do: %s of %s has done %d of %d steps (%s); for more give a larger --training-steps, and for a new run "
-        "leave --resume out or give another --save-path",
+        "Nothing to do: %s of %s has done %d of %d steps (%s). For more give a larger "
+        "--training-steps. For a new run leave --resume out or give another --save-path",
         saved.run, saved.run.model or "an unnamed model", saved.step, config.training_steps, saved.path,
     )  # fmt: skip
     if ranks.is_main and saved.batch and saved.batch.uuid is not None:

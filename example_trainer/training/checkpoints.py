@@ -1,7 +1,7 @@
 """Checkpoints: `step_N/` is a Hugging Face checkpoint, with what the next step needs in
 `step_N/trainer_state/`.
 
-A checkpoint is written beside its place and renamed into it, so the weights in a folder called
+A checkpoint is written beside its place and renamed into it. So the weights in a folder called
 `step_N` are always complete, also while the next one is being written in the background.
 `trainer_state` gets its name in the same way: with the folder, or later if a server was started on
 the weights first. A checkpoint names its run, and the batch that it has learned from last.
@@ -96,13 +96,13 @@ def put_in_place(draft: Path, final: Path) -> None:
 # Saving while training goes on: the state of one step is held still, and a thread of each rank
 # writes it or hands it on.
 #
-# Masters and moments change in `MasterAdamW.step` alone. So they are copied to host memory while the
-# next batch is forwarded and goes backward, and the next step waits until that has been done, which
+# Masters and moments change in `MasterAdamW.step` alone. So they are copied to host memory while
+# the next batch is forwarded and goes backward. The next step waits until that has been done, which
 # it usually has. Where the host has no room for a copy, they are read where they are, and the next
 # step waits until they have been written.
 #
-# With several ranks each copies its own part, independently of the others; the parts meet on rank 0 one
-# tensor at a time, over a process group of their own, so that nothing waits for the disk and no rank
+# With several ranks each copies its own part, independently of the others. The parts meet on rank 0
+# one tensor at a time, over a process group of their own. So nothing waits for the disk and no rank
 # needs memory for the whole.
 
 
@@ -186,8 +186,8 @@ class BackgroundSave:
         memory: to copy into.
         keys: of the state, in the order in which the tensors are wanted; a key may come twice. The
             same on every rank.
-        write: called in a thread of rank 0, with the whole tensors in host memory, one at a time,
-            and with what it shall call again and again while there is progress.
+        write: called in a thread of rank 0, with the whole tensors in host memory, one at a time.
+            It also gets a function to call again and again while there is progress.
         ranks, group: of the trainer, and the group over which the parts meet; None for one rank.
     """
 
@@ -320,7 +320,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 def load_state(saved: SavedStep, optimizer: MasterAdamW) -> None:
     """Put the optimizer where it was when a checkpoint was saved.
 
-    Without an optimizer state the masters stay as they are, which is the checkpoint's weights, and
+    Without an optimizer state the masters stay as they are, which is the checkpoint's weights.
     AdamW's moments and the count that corrects them begin at zero.
 
     Raises:
@@ -329,8 +329,9 @@ def load_state(saved: SavedStep, optimizer: MasterAdamW) -> None:
     if not has_state(saved.path):
         optimizer.steps, optimizer.updates = saved.step, 0
         logger.warning(
-            "%s keeps no optimizer state: training goes on from its weights, with moments at zero and masters as precise "
-            "as those weights, so it is not exactly the run without a break (--keep-optimizer-states 1 keeps the newest state)",
+            "%s keeps no optimizer state: training goes on from its weights, with moments at zero "
+            "and masters as precise as those weights. So it is not exactly the run without a "
+            "break (--keep-optimizer-states 1 keeps the newest state)",
             saved.path,
         )  # fmt: skip
         return

@@ -46,14 +46,16 @@ def idle_options(config: TrainerConfig, objective: Objective) -> list[str]:
         (not correction.active, f"--correction is {config.correction}", ("correction_ratio",)),
         (
             corrects_present,
-            f"with --correction-ratio now and --correction {config.correction} the correction has the whole ratio, and the "
-            "loss's is 1; they act with --correction-ratio proximal and several updates (--minibatches, --ppo-epochs)",
+            f"with --correction-ratio now and --correction {config.correction} the correction has "
+            "the whole ratio, and the loss's is 1. They act with --correction-ratio proximal and "
+            "several updates (--minibatches, --ppo-epochs)",
             _BOUNDS,
         ),
         (
             ratio_is_one and not corrects_present,
-            f"with --correction {config.correction} and one update of a batch the loss's ratio is 1; they act with several "
-            "(--minibatches, --ppo-epochs), or on the ratio to the sampler with --correction none",
+            f"with --correction {config.correction} and one update of a batch the loss's ratio is "
+            "1. They act with several (--minibatches, --ppo-epochs), or on the ratio to the "
+            "sampler with --correction none",
             _BOUNDS,
         ),
     )

@@ -1,8 +1,8 @@
 """The way to train that fits: masters and moments on the GPU or in host memory, layers kept or
 computed again.
 
-None of these ways changes the optimizer's arithmetic, nor a bit of a deterministic run's weights,
-so any of them may be taken without being asked for. `--optimizer` is never changed here.
+None of these ways changes the optimizer's arithmetic, nor a bit of a deterministic run's weights.
+So any of them may be taken by itself. `--optimizer` is never changed here.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ def share_elsewhere(
             continue
         if card.free < needs.share + OUTSIDE_SHARE:
             raise MemoryShortage(
-                f"the vLLM server needs about {needs} on GPU {gpu}, where {card.free / 2**30:.2f} "
-                "of "
-                f"{card.total / 2**30:.2f} GiB are free: name other GPUs with --vllm-gpus, end the programs that use this one "
+                f"the vLLM server needs about {needs} on GPU {gpu}, where {card.free / 2**30:.2f} of "
+                f"{card.total / 2**30:.2f} GiB are free. Name other GPUs with --vllm-gpus, end the "
+                "programs that use this one "
                 '(nvidia-smi), or give --vllm-args "--max-model-len N" for shorter sequences'
             )
         if card.free < DEFAULT_SHARE * card.total:
@@ -356,9 +356,9 @@ def candidates(request: MemoryRequest, config: TrainerConfig, room: Room) -> lis
     """The ways to train that the options leave open, the preferred ones first, each with its
     largest microbatch.
 
-    A smaller microbatch comes before offloading, and offloading before recomputing: a microbatch of
-    one sequence still keeps a GPU busy, an offloaded update costs the same seconds however long the
-    batch is, and recomputing costs a third of every forward and backward pass.
+    A smaller microbatch comes before offloading, and offloading before recomputing. A microbatch of
+    one sequence still keeps a GPU busy. An offloaded update costs the same seconds however long the
+    batch is. Recomputing costs a third of every forward and backward pass.
     """
     on_gpu = room.device.type == "cuda"
     offload = _values(config.optimizer_offload, on_gpu and request.lora is None)

@@ -1,9 +1,9 @@
 """The memory that a training needs, computed from the model's config.json before a weight is
 loaded.
 
-`plan_memory` puts together the items that are counted first. `require_memory` refuses a sum
-that is more than what is free, and names the flags with which the training fits; `memory_choice`
-takes the first way to train that fits.
+`plan_memory` puts together the items that are counted first. `require_memory` refuses a sum that is
+more than what is free, and names the flags with which the training fits. `memory_choice` takes the
+first way to train that fits.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from vllm_patching.weights.families import (
 # alone.
 #
 # Some things are there all the time (weights, masters, AdamW's moments, buffers to send from). The
-# others come and go: what is summed up here is, for each moment in which a step may be at its
-# greatest, everything that exists in it.
+# others come and go. For each moment in which a step may be at its greatest, everything that exists
+# in it is summed up here.
 #
 # The memory that one layer keeps for the backward pass is counted on `models/decoder.py` and on
-# each table of `models/ops`, tensor by tensor, in the manner of Korthikanti et al., "Reducing
-# Activation Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4); attention
+# each table of `models/ops`, tensor by tensor. The manner is that of Korthikanti et al., "Reducing
+# Activation Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4). Attention
 # runs in kernels that keep no length × length matrix (FlashAttention, arXiv:2205.14135). The memory
-# that FSDP2 gathers and reduces at the same time is counted on torch 2.11 to 2.13: a unit's
-# parameters come in one flat buffer and are copied out of it, while the next unit's are under way
-# and the unit before is still being reduced, in float32.
+# that FSDP2 gathers and reduces at the same time is counted on torch 2.11 to 2.13. A unit's
+# parameters come in one flat buffer and are copied out of it. In the meantime the next unit's are
+# under way and the unit before is still being reduced, in float32.
 
 FLOAT32 = 4
 ACTIVATIONS = "activations of the largest microbatch"
@@ -439,8 +439,8 @@ def _flight(request: MemoryRequest) -> int:
 def kept_activation_bytes(request: MemoryRequest) -> int:
     """Bytes of activations at the end of the forward pass.
 
-    Beside the layers' (their two inputs alone, if they are computed again), what the last norm
-    keeps, and the rows that the logits are made of.
+    Add to the layers' (their two inputs alone, if they are computed again) the tensors that the
+    last norm keeps. Add the rows that the logits are made of.
     """
     g, s = request.local, request.dtype.itemsize
     if request.activations is not None:
@@ -460,7 +460,7 @@ def backward_activation_bytes(request: MemoryRequest) -> int:
 
     With checkpointing, that layer's activations are there again. In flight are the gradients of the
     layer's output, of its input (under adapters with its float32 copy), and of the MLP's two
-    factors; what the last norm kept is gone. (The reference makes a weight's gradient from float32
+    factors. The last norm's tensors are gone. (The reference makes a weight's gradient from float32
     copies; what they take has gone with the MLP's activations by then.)
     """
     g, s = request.local, request.dtype.itemsize
@@ -504,9 +504,9 @@ def logits_bytes(request: MemoryRequest) -> int:
 
 
 def send_buffer_bytes(request: MemoryRequest) -> int:
-    """Bytes of the buffers that a rank sends from: for each kind of server two for a bucket each,
-    which a process of whole parameters needs for what does not lie in place; sharded ones also one
-    for the rows that they hand to each other.
+    """Bytes of the buffers that a rank sends from. For each kind of server there are two for a
+    bucket each. A process of whole parameters needs them for tensors that do not lie in place.
+    Sharded ranks have one more for the rows that they hand to each other.
     """
     return sum(
         buffer_bytes(layout, request.world_size, request.held, request.packs).total
@@ -895,7 +895,7 @@ def token_budget(request: MemoryRequest, free: int) -> int:
 def require_memory(request: MemoryRequest, room: Room) -> MemoryPlan:
     """The plan, if it fits.
 
-    On a GPU everything must fit. On a CPU it is enough that the certain part does: RAM is taken
+    On a GPU everything must fit. On a CPU it is enough that the certain part does. RAM is taken
     page by page as sequences really get long, and few of them are as long as they may be.
 
     Raises:
@@ -906,16 +906,16 @@ def require_memory(request: MemoryRequest, room: Room) -> MemoryPlan:
         biggest = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items[:3])
         raise MemoryShortage(
             f"the training needs about {plan.total / 2**30:.2f} GiB{_saved_already(request)} and "
-            f"{room.free / 2**30:.2f} of {room.total / 2**30:.2f} GiB are free on {room.device}{_beside(room)}; the largest "
-            f"items are {biggest}; what helps: {', or '.join(remedies(request, room))}; --skip-memory-check tries it all the "
-            "same"
+            f"{room.free / 2**30:.2f} of {room.total / 2**30:.2f} GiB are free on "
+            f"{room.device}{_beside(room)}. The largest items are {biggest}; what helps: "
+            f"{', or '.join(remedies(request, room))}; --skip-memory-check tries it all the same"
         )
     require_between_turns(plan, room.free - room.lent, room.lent)
     if needed > room.host:
         on_gpu = plan_memory(replace(request, offload=False)).total
         raise MemoryShortage(
             f"{request.offloadable} in host memory (--optimizer-offload) need "
-            f"{needed / 2**30:.2f} GiB, and {room.host / 2**30:.2f} are free; with them on "
+            f"{needed / 2**30:.2f} GiB, and {room.host / 2**30:.2f} are free. With them on "
             f"{room.device} the training needs {on_gpu / 2**30:.2f} GiB, and "
             f"{room.free / 2**30:.2f} are free; what helps: "
             f"{', or '.join(remedies(request, room))}; --skip-memory-check tries it all the same"
@@ -952,7 +952,8 @@ def require_between_turns(plan: MemoryPlan, free: int, lent: int) -> None:
     lasting = sum(plan.lasting.values())
     if lent and lasting > free:
         raise MemoryShortage(
-            f"between its turns (--colocate) the training keeps {lasting / 2**30:.2f} GiB, and beside vLLM's keys and values "
-            f"only {free / 2**30:.2f} are free; add --optimizer-offload on, or start vLLM with a lower "
-            "--gpu-memory-utilization; --skip-memory-check tries it all the same"
+            f"between its turns (--colocate) the training keeps {lasting / 2**30:.2f} GiB, and "
+            f"beside vLLM's keys and values only {free / 2**30:.2f} are free. Add "
+            "--optimizer-offload on, or start vLLM with a lower --gpu-memory-utilization. "
+            "--skip-memory-check tries it all the same"
         )

@@ -105,8 +105,9 @@ def choose_dtype(
     asked = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if asked is torch.float16:
         raise ConfigError(
-            "--dtype float16: gradients of a batch of many tokens are too small for float16, so that training would go in a "
-            "wrong direction; give --dtype bfloat16 or float32 (a vLLM server may serve float16 beside it)"
+            "--dtype float16: gradients of a batch of many tokens are too small for float16, so "
+            "that training would go in a wrong direction. Give --dtype bfloat16 or float32 (a "
+            "vLLM server may serve float16 beside it)"
         )
     if serving is torch.float16:
         return _beside_float16(config, asked, device, converts)
@@ -208,8 +209,8 @@ def fitted_to_model(config: TrainerConfig, ranks: int = 1) -> TrainerConfig:
             )
     frozen = sum(one.frozen for one in parameters(geometry).values())
     logger.info(
-        "model: tier 2, transformers' %s, not exact: logprobs differ from vLLM's by rounding, "
-        "prefixes are not shared, and %d tensors outside of the text part are frozen",
+        "model: tier 2, transformers' %s, not exact: logprobs differ from vLLM's by rounding. "
+        "Prefixes are not shared, and %d tensors outside of the text part are frozen",
         geometry.architecture,
         frozen,
     )

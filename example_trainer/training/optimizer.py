@@ -41,8 +41,9 @@ from example_trainer.training.quantised import (
 # that pass through the GPU.
 
 BUCKET_ELEMENTS = 32 << 20
-"""Elements of each kind of tensor that are on the GPU at once: large enough that a copy over the
-bus runs at its full rate."""
+"""Elements of each kind of tensor that are on the GPU at once. They are large enough that a copy
+over the bus runs at its full rate.
+"""
 SLOTS = 3
 """Buckets on the device at the same time: one comes, one is worked on, one goes."""
 _ALIGNED = 16
@@ -159,8 +160,9 @@ class HostArena:
             status = int(driver.cudaHostRegister(start, self.flat.nbytes, 0))
         if status != 0:
             raise TrainerError(
-                f"the driver does not lock {self.flat.nbytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error "
-                f"{status}); look at the memory that is free, and at this container's limit"
+                f"the driver does not lock {self.flat.nbytes / 2**30:.2f} GiB of host memory for "
+                f"the GPU (CUDA error {status}). Look at the memory that is free, and at this "
+                "container's limit"
             )
         weakref.finalize(self, driver.cudaHostUnregister, start).atexit = False
 
@@ -227,9 +229,9 @@ place."""
 class HostTensors:
     """Several arenas of the same named tensors, worked on by a device that does not hold them.
 
-    Buckets pass through the device: while one is worked on, the next one comes and the one before
-    goes back, each in a stream of its own (ZeRO-Offload, arXiv:2101.06840, whose arithmetic is on
-    the CPU; here the GPU does it).
+    Buckets pass through the device. While one is worked on, the next one comes and the one before
+    goes back, each in a stream of its own. In ZeRO-Offload (arXiv:2101.06840) the arithmetic is on
+    the CPU; here the GPU does it.
 
     Args:
         shapes: of the parameters, at least one dimension each.
@@ -482,7 +484,7 @@ def learning_rate_factor(
 ) -> float:
     """The factor of the learning rate at optimizer step `step`, counted from 0.
 
-    It rises in equal parts over the warm-up, reaching 1 with the first step after it; then stays
+    It rises in equal parts over the warm-up, reaching 1 with the first step after it. Then it stays
     (constant), or falls to 0 at `total_steps` along a line (linear) or half a cosine wave (cosine,
     arXiv:1608.03983).
     """
@@ -532,8 +534,8 @@ class MasterAdamW:
     """AdamW (arXiv:1711.05101) over the float32 masters of a model's trainable parameters.
 
     A *step* is what is learned from a batch, and makes a weight version. It is one *update* of the
-    masters, or several: after each of these the model needs the new weights for the next, and after
-    the last one the step is ended.
+    masters, or several. After each of these the model needs the new weights for the next. After the
+    last one the step is ended.
 
     Example:
         for part in parts_of_a_batch:
@@ -542,7 +544,7 @@ class MasterAdamW:
             optimizer.write_weights()
         optimizer.end_step()            # or, for a batch of one update, optimizer.step() instead of both
 
-    Made from the weights as they are now: make it after the checkpoint is read, and before a
+    Made from the weights as they are now. Make it after the checkpoint is read, and before a
     single-copy bridge puts the parameters onto the server's memory.
 
     Args:

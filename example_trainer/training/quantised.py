@@ -2,9 +2,9 @@
 torchao's.
 
 A block of QUANTISED_BLOCK elements shares one float32 scale, its greatest magnitude. An element is
-an index (uint8) into a table of 256 values between -1 and 1, or 0 and 1, that are denser near 0
-(Dettmers et al., arXiv:2110.02861). Masters stay in float32: the weights that come out differ from
-plain AdamW's by the rounding of the moments alone.
+an index (uint8) into a table of 256 values between -1 and 1, or 0 and 1. The values are denser near
+0 (Dettmers et al., arXiv:2110.02861). Masters stay in float32: the weights that come out differ
+from plain AdamW's by the rounding of the moments alone.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ group.
 A group's rows depend on the group alone: it is packed by itself, whatever else there is to do. So
 two workers that compute the same group answer the same, and a run does not depend on which of them
 had it. With the invariant operations the rows are, to the bit, what the trainer would compute in
-bins of its own. With the others they are that where the trainer packs the group the same way, and
-else to rounding: so much its own bins differ from one another.
+bins of its own. With the others they are that where the trainer packs the group the same way.
+Otherwise they differ by rounding: so much its own bins differ from one another.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class ReferenceSettings:
             )
         if theirs.vocab_size != self.vocab_size:
             raise ConfigError(
-                f"--model-name {self.model} has a vocabulary of {self.vocab_size} ids here, and the trainer's model one of "
-                f"{theirs.vocab_size}: these are not the same files, or the models are not "
-                "related; give both the same model"
+                f"--model-name {self.model} has a vocabulary of {self.vocab_size} ids here, and "
+                f"the trainer's model one of {theirs.vocab_size}. The files differ, or the models "
+                "are not related. Give both the same model"
             )
         if theirs.dtype != self.dtype:
             raise ConfigError(
@@ -149,9 +149,9 @@ def fitting_plan(model: Decoder, settings: ReferenceSettings) -> SumPlan:
         ) from error
     if obstacles := undividable(model.geometry, plan.parts):
         raise ConfigError(
-            f"the trainer's vLLM server sums {plan.parts} parts, and {', '.join(obstacles)} of the "
-            f"reference {settings.model} cannot be split so: give the trainer another reference, "
-            "or start vLLM with fewer tensor-parallel ranks"
+            f"the trainer's vLLM server sums {plan.parts} parts, and {', '.join(obstacles)} of "
+            f"the reference {settings.model} cannot be split so. Give the trainer another "
+            "reference, or start vLLM with fewer tensor-parallel ranks"
         )
     return plan
 

@@ -150,7 +150,7 @@ class SavedStep:
         if self.layout in ("", layout):
             return ""
         return (
-            f"{self.path} was saved by {self.layout}, and this trainer has {layout}: it adds "
+            f"{self.path} was saved by {self.layout}, and this trainer has {layout}. It adds "
             "gradients in another order, so the next weights differ from a run without a break"
         )
 
@@ -382,9 +382,10 @@ def choose_start(
     """Where to begin.
 
     Args:
-        resume: None to begin a new run; "auto" to continue the run that began or went on in
-            `folder` last, from its newest checkpoint that has its optimizer state, else from its
-            newest one without, or from the model if it has none; or a checkpoint's path.
+        resume: None to begin a new run. "auto" to continue the run that began or went on in
+            `folder` last. It continues from its newest checkpoint that has its optimizer state. If
+            there is none, it continues from its newest one without, or from the model. Or a
+            checkpoint's path.
         folder: where checkpoints are saved.
         model_name: what is trained.
         now_ms: Unix milliseconds.
@@ -419,8 +420,8 @@ def _anew(folder: Path, model_name: str, now_ms: int, prefix: str) -> Start:
         with_state = saved_steps(folder, prefix, skip_damaged=True)
         logger.warning(
             "%s holds checkpoints up to step %d%s: %s starts afresh and replaces equal steps "
-            "(--resume auto continues); "
-            "it leaves the others as they are, optimizer states included",
+            "(--resume auto continues). It leaves the others as they are, optimizer states "
+            "included",
             folder, max(present), f" ({_list(with_state)})" if with_state else "", run,
         )  # fmt: skip
     return Start(run)
@@ -466,16 +467,18 @@ def _newest_run(folder: Path, model_name: str, now_ms: int, prefix: str) -> Star
 def _require_state(resume: str, saved: SavedStep, prefix: str) -> None:
     if prefix != PREFIX and not has_state(saved.path):
         raise CheckpointError(
-            f"--resume {resume}: {saved.path} keeps no optimizer state, from which adapters are continued; resume from a "
-            "checkpoint that keeps it, or begin a new run without --resume (--keep-optimizer-states 1 keeps the newest)"
+            f"--resume {resume}: {saved.path} keeps no optimizer state, from which adapters are "
+            "continued. Resume from a checkpoint that keeps it, or begin a new run without "
+            "--resume (--keep-optimizer-states 1 keeps the newest)"
         )
 
 
 def _require_model(resume: str, run: Run, model_name: str, folder: Path) -> None:
     if not same_model(run.model, model_identity(model_name)):
         raise ConfigError(
-            f"--resume {resume}: {run} in {folder} trains {run.model}, and --model-name is {model_name}; give "
-            f"--model-name {run.model} to go on with it, or another --save-path, or no --resume, to begin a run of {model_name}"
+            f"--resume {resume}: {run} in {folder} trains {run.model}, and --model-name is "
+            f"{model_name}. Give --model-name {run.model} to go on with it, or another "
+            f"--save-path, or no --resume, to begin a run of {model_name}"
         )
 
 

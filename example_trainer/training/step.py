@@ -50,9 +50,9 @@ class SkippedBatches:
     """Counts the batches in a row that were left out, or whose later updates were, by reason:
     what is not finite, or anything else. With several ranks each counts alike.
 
-    Only a step that lost no update to a reason ends the row of that reason: a run whose second
-    updates all fail is as ill as one whose first do, and must not go on for ever on a part of what
-    it is given.
+    Only a step that lost no update to a reason ends the row of that reason. A run whose second
+    updates all fail is as ill as one whose first do. It must not go on for ever on a part of its
+    data.
     """
 
     def __init__(self, config: TrainerConfig) -> None:
@@ -167,7 +167,7 @@ class BatchGradients:
     whole batch's figures. Everything but the constructor is collective.
 
     The logprobs under the weights that the batch began with come from the first update's own
-    passes, as far as it goes; for the other minibatches there are passes before it, without a
+    passes, as far as it goes. For the other minibatches there are passes before it, without a
     gradient, where the objective needs them or parity is checked.
 
     Args:
@@ -313,8 +313,8 @@ class BatchGradients:
         return both
 
     def _begin_routers(self, bins: Sequence[PackedBin]) -> None:
-        """Give the routers of a mixture what their losses need of an update: its number of tokens,
-        and the shares of the experts, from a forward pass over its bins.
+        """Give the routers of a mixture what their losses need of an update. That is its number of
+        tokens, and the shares of the experts, from a forward pass over its bins.
         """
         if self._routers is None:
             return
@@ -523,8 +523,9 @@ def _take_updates(
             if ranks.world_size > 1 and isinstance(error, OutOfMemoryError):
                 # FSDP2 stands in the middle of a layer.
                 raise OutOfMemoryError(
-                    f"{error}; this was update {number + 1} of {gradients.updates} of its batch, and those before are "
-                    "kept, but several ranks cannot go on from here: start again with --resume auto"
+                    f"{error}; this was update {number + 1} of {gradients.updates} of its batch, "
+                    "and those before are kept. Several ranks cannot go on from here. Start "
+                    "again with --resume auto"
                 ) from error
             if isinstance(error, StopRequested):
                 logger.warning(
@@ -560,8 +561,9 @@ def _update(
         # A loss function may fail on one bin alone. Here an error is this rank's alone, and its end
         # must not be collective.
         raise RankError(
-            f"rank {ranks.rank}: {error}; others wait for it in a transfer, so this trainer cannot go on, nor save what is "
-            "newer than its last checkpoint; mend the function, and start again with --resume auto"
+            f"rank {ranks.rank}: {error}; others wait for it in a transfer, so this trainer "
+            "cannot go on, nor save what is newer than its last checkpoint. Mend the function, "
+            "and start again with --resume auto"
         ) from error
     if ranks.world_size > 1:
         shortage = _agree(ranks, optimizer, shortage)
@@ -571,8 +573,9 @@ def _update(
     _discard(optimizer)
     tokens, sequences = max((len(bin.tokens), len(bin.counts)) for bin in gradients.bins_of(number))
     raise OutOfMemoryError(
-        f"out of memory at optimizer step {optimizer.steps}, in a pass over up to {tokens} tokens of {sequences} sequences "
-        f"({shortage}); lower --tokens-per-microbatch or --seq-len, or add --gradient-checkpointing"
+        f"out of memory at optimizer step {optimizer.steps}, in a pass over up to {tokens} tokens "
+        f"of {sequences} sequences ({shortage}). Lower --tokens-per-microbatch or --seq-len, or "
+        "add --gradient-checkpointing"
     )
 
 
@@ -604,9 +607,9 @@ def _agree(ranks: Ranks, optimizer: MasterAdamW, told: str | None) -> str | None
         if told is None:
             raise
         raise RankError(
-            f"{where} while others wait for it in a transfer, so this trainer cannot go on, nor save what is newer than its "
-            "last checkpoint; lower --tokens-per-microbatch or --seq-len, or add --gradient-checkpointing, and start again "
-            "with --resume auto"
+            f"{where} while others wait for it in a transfer. So this trainer cannot go on, nor "
+            "save what is newer than its last checkpoint. Lower --tokens-per-microbatch or "
+            "--seq-len, or add --gradient-checkpointing, and start again with --resume auto"
         ) from error
     failed = [(rank, text) for rank, (text, _, _) in enumerate(outcomes) if text is not None]
     if not failed:

@@ -66,8 +66,9 @@ def require_rollout_logprobs(config: TrainerConfig, figures: BatchFigures) -> No
         return
     remedies = ["give --correction none"] * corrected + ["leave out --sequence-kl-limit"] * limited
     raise BatchError(
-        f"{_said(config, options[0])}: none of the batch's tokens came with the logprob that it was sampled with, so nothing "
-        f"can be corrected; let the environment send inference_logprobs, or {' and '.join(remedies)}"
+        f"{_said(config, options[0])}: none of the batch's tokens came with the logprob that it "
+        "was sampled with, so nothing can be corrected. Let the environment send "
+        f"inference_logprobs, or {' and '.join(remedies)}"
     )
 
 
@@ -85,9 +86,10 @@ def uncorrected_note(config: TrainerConfig, figures: BatchFigures) -> str | None
             f"({acting} does nothing)"
         )
     return (
-        f"{missing / figures.forwarded_targets:.1%} of a batch's tokens came without the logprobs that they were sampled with: "
-        f"that sampler and trainer differ is not corrected there ({acting}); missing_rollout_logprobs in metrics.jsonl has the "
-        "share of each step"
+        f"{missing / figures.forwarded_targets:.1%} of a batch's tokens came without the logprobs "
+        "that they were sampled with: their difference between sampler and trainer is not "
+        f"corrected ({acting}). The share of each step is missing_rollout_logprobs in "
+        "metrics.jsonl"
     )
 
 
@@ -364,8 +366,8 @@ class Trainer:
             version: of the weights before it.
 
         Raises:
-            BatchError: `error`, if it cannot be left out: the weights are not sound, or have
-                learned from it in part; or there have been too many in a row.
+            BatchError: `error`, if it cannot be left out. Then the weights are not sound, or have
+                learned from it in part, or there have been too many in a row.
             OutOfMemoryError: the ranks of this trainer cannot go on behind it.
         """
         if not self.optimizer.sound or self.steps > version:
@@ -439,7 +441,7 @@ class Trainer:
         """Write the present weights, which the bridge starts vLLM on.
 
         The optimizer's state follows in the background. If an earlier state is still on its way to
-        the disk, the step gets none unless a checkpoint of it is due: a restart does not wait for
+        the disk, the step gets none unless a checkpoint of it is due. A restart does not wait for
         optimizer states.
         """
         self.checkpoints.save_weights(
@@ -450,7 +452,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint of the present step, return when it is complete, and write the row
-        of a step that has none yet: the trainer that goes on from the checkpoint begins behind it.
+        of a step that has none yet. The trainer that goes on from the checkpoint begins behind it.
         """
         self._begin_saving()
         self.checkpoints.wait()

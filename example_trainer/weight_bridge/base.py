@@ -43,7 +43,8 @@ class SyncReport:
         bytes_moved: payload bytes sent (0 for a single copy).
         seconds: wall-clock seconds by phase, in the order in which the phases ran.
         first_byte_to_verified: seconds from before the first byte was sent (or written) to the
-            answer that every rank holds and has checked the new weights; of several servers, all.
+            answer that every rank holds and has checked the new weights. If there are several
+            servers, all have to answer.
         server_seconds: the server's own view by phase; `halted` is how long it did not generate. If
             there are several, the slowest one's.
         fleet: how many servers there are (`size`), and how many are good, quarantined, away and
@@ -158,7 +159,7 @@ class WeightBridge(ABC):
                 `connect`. The bridge calls it when nothing samples from the memory it writes to;
                 again if the update has to be repeated.
             masters: what `write_weights` copies, by parameter (this rank's part, float32 or the
-                parameters' dtype), if it is there before it is written: a single copy sums it up
+                parameters' dtype), if it is there before it is written. A single copy sums it up
                 then, while the server still generates. It may lie on another device than the
                 parameters, as an optimizer in host memory does: then nothing is summed before.
 

@@ -107,8 +107,8 @@ class BroadcastBridge(WeightBridge):
         Args:
             servers: one or several that serve the same model; none where `least` is 0 and others
                 join.
-            transfer: `direct` into the live weights of a paused server; `overlapped`, beside them
-                while it generates; `auto` overlaps where the server's GPUs have room for a second
+            transfer: `direct` into the live weights of a paused server. `overlapped`, beside them
+                while it generates. `auto` overlaps where the server's GPUs have room for a second
                 copy.
             ranks: the trainer's processes, if it has several.
             least: servers without which training waits; 0: no server is ever waited for, not at the
@@ -485,7 +485,8 @@ def require_fresh_enough(
     behind = -(-pull_every // push_every) * push_every - 1
     if max_staleness is not None and max_staleness < behind:
         raise ConfigError(
-            f"{url} was started with --pull-every {pull_every}: with --push-every {push_every} vLLM servers are up to {behind} "
-            f"versions behind, and --max-staleness {max_staleness} would wait for newer rollouts for ever; give at least "
-            f"{behind}, or lower the others"
+            f"{url} was started with --pull-every {pull_every}: with --push-every {push_every} "
+            f"vLLM servers are up to {behind} versions behind. A --max-staleness of "
+            f"{max_staleness} would wait for newer rollouts for ever. Give at least {behind}, or "
+            "lower the others"
         )

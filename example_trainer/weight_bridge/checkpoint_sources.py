@@ -1,7 +1,7 @@
 """Checkpoint tensors in the trainer's memory, for models without a row in the table of families.
 
-vLLM's layout of such a model is learned from its own loader, so its slices name checkpoint
-tensors. The trainer holds each of them as a part of one of its tensors: a whole parameter, or the
+vLLM's layout of such a model is learned from its own loader, so its slices name checkpoint tensors.
+The trainer holds each of them as a part of one of its tensors. That is a whole parameter, or the
 part of an expert in a parameter of all experts.
 """
 

@@ -140,8 +140,9 @@ def _checkpoint_bridge(config: TrainerConfig, stop: StopSignal, weight_epoch: in
         return ForeignServerBridge(config)
     if config.vllm_host.startswith("["):
         raise BridgeError(
-            f"--vllm-host {config.vllm_host}: the vLLM server that this trainer starts listens on IPv4 only; give --vllm-host "
-            "localhost, or start the server yourself with --host and give --vllm-restart-interval 0"
+            f"--vllm-host {config.vllm_host}: the vLLM server that this trainer starts listens on "
+            "IPv4 only. Give --vllm-host localhost, or start the server yourself with --host and "
+            "give --vllm-restart-interval 0"
         )
     return RestartBridge(config, stop, weight_epoch)
 

@@ -1,5 +1,5 @@
-"""The policy of a fleet, without clocks, threads or I/O: which servers an update goes to, which ones
-it goes on without, and the lines about them.
+"""The policy of a fleet, without clocks, threads or I/O. It decides which servers an update goes
+to, which ones it goes on without, and the lines about them.
 
     joining ──served──▶ good ──failed──▶ quarantined ──served──▶ good
                          │                    │

@@ -1,5 +1,5 @@
-"""Rank 0's part of a fleet: watch the servers between updates, choose the servers of an update,
-call them all at the same time, and go on without servers that fail.
+"""Rank 0's part of a fleet. It watches the servers between updates and chooses the servers of an
+update. It calls them all at the same time, and goes on without servers that fail.
 
 - `at_once` asks each server in a thread and goes on without the late ones. A later answer is
   dropped; the thread ends with its request, which has the deadline of the server's client.
@@ -580,8 +580,9 @@ class FleetKeeper:
         """
         if self._failure is not None:
             raise BridgeError(
-                f"the servers are not looked after any more ({type(self._failure).__name__}: {self._failure}); start "
-                "this process again, a trainer with --resume auto; the traceback is in its log, at [Fleet]"
+                f"the servers are not looked after any more ({type(self._failure).__name__}: "
+                f"{self._failure}). Start this process again, a trainer with --resume auto. The "
+                "traceback is in its log, at [Fleet]"
             ) from self._failure
         with self.lock:
             return self.fleet.due(time.monotonic())
@@ -827,9 +828,11 @@ class FleetUpdates:
         if not self._suffices(answers.ok):
             found = {str(member.info["hostname"]) for member in present}
             raise BridgeError(
-                f"{len(present)} vLLM servers on {len(found)} hosts ({', '.join(sorted(found)) or 'none'}) are there after "
-                f"{limit:g} s; --min-servers {self._keeper.fleet.least} and NUM_INFERENCE_NODES={self._hosts} ask for more: "
-                f"start them, or ask for fewer: {'; '.join(str(error) for error in answers.failed.values())}"
+                f"{len(present)} vLLM servers on {len(found)} hosts "
+                f"({', '.join(sorted(found)) or 'none'}) are there after {limit:g} s. "
+                f"--min-servers {self._keeper.fleet.least} and NUM_INFERENCE_NODES={self._hosts} "
+                "ask for more. Start them, or ask for fewer: "
+                f"{'; '.join(str(error) for error in answers.failed.values())}"
             )
         return present
 

@@ -99,8 +99,9 @@ class ForeignServerBridge(NoBridge):
             else f". With --max-staleness {limit} its rollouts are dropped once it is further behind"
         )
         logger.warning(
-            "[Bridge] This trainer did not start the vLLM server at %s, and will not restart it: its weights stay as they are "
-            "while training goes on%s. Stop that server if this trainer is to start its own and restart it every %d steps",
+            "[Bridge] This trainer did not start the vLLM server at %s, and will not restart it. "
+            "Its weights stay as they are while training goes on%s. Stop that server if this "
+            "trainer is to start its own and restart it every %d steps",
             self._url, dropped, self._config.restart_interval,
         )  # fmt: skip
 
@@ -126,9 +127,9 @@ class ForeignServerBridge(NoBridge):
         served = known if isinstance(known, int) else self._begun
         answers = self._client.status(_MODELS) in _ANSWERS_OF_A_SERVER
         logger.warning(
-            "[Bridge] The weights of the vLLM server at %s are %s%d steps behind the trainer's%s: this trainer did not start "
-            "that server and does not restart it. Stop it and start the trainer again with --resume auto for a server that "
-            "follows",
+            "[Bridge] The weights of the vLLM server at %s are %s%d steps behind the trainer's%s. "
+            "This trainer did not start that server and does not restart it. Stop it and start "
+            "the trainer again with --resume auto for a server that follows",
             self._url, "" if known is not None else "at least ", version - served,
             "" if answers else ", and it does not answer now",
         )  # fmt: skip

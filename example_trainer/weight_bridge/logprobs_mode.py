@@ -2,9 +2,9 @@
 
 A rollout's logprobs are divided into the trainer's own, token by token, so both must be of the same
 distribution. Started with `--logprobs-mode processed_logprobs`, vLLM hands out logprobs of the
-distribution that it samples from, and the trainer computes its own at the temperature of each
-sequence. By vLLM's own default they belong to the model itself, whatever temperature it samples at
-(`raw_logprobs`): right for what was sampled at temperature 1 alone, and the rest is refused.
+distribution that it samples from. The trainer computes its own at the temperature of each sequence.
+By vLLM's own default they belong to the model itself, whatever temperature it samples at
+(`raw_logprobs`). They are right for tokens sampled at temperature 1 alone, and the rest is refused.
 
 The same answer of a server lists the fields of /generate, by which --router-replay finds a server
 without experts before the first batch.
@@ -37,8 +37,8 @@ def check_logprobs(
     """Ask every vLLM server which logprobs it hands out. Collective. Call it when the servers are
     there.
 
-    A server that cannot be asked (another program, or none where the options name one) is taken to
-    hand out logprobs of what it samples from, which is logged if that is not temperature 1.
+    A server may not answer: another program, or none where the options name one. It is taken to
+    hand out logprobs of its own distribution, which is logged if that is not temperature 1.
 
     Args:
         urls: of the servers that rollouts come from, called on rank 0; none: the servers that the
@@ -114,9 +114,9 @@ def require_fitting(url: str, mode: str, temperature: float) -> None:
         )
     if mode == RAW and temperature != 1.0:
         raise ConfigError(
-            f"--temperature {temperature:g}, but the logprobs of {url} are those before any temperature ({RAW}), so that "
-            "training would go in a wrong direction; start the server with --logprobs-mode "
-            f"{PROCESSED}, or the trainer with --temperature 1"
+            f"--temperature {temperature:g}, but the logprobs of {url} are those before any "
+            f"temperature ({RAW}), so that training would go in a wrong direction. Start the "
+            f"server with --logprobs-mode {PROCESSED}, or the trainer with --temperature 1"
         )
 
 
@@ -132,7 +132,7 @@ def require_experts(url: str, answer: dict[str, Any], config: TrainerConfig) -> 
     """
     if config.router_replay and "routed_experts" not in answer.get("generate_options", ()):
         raise ConfigError(
-            f"--router-replay, but {url} does not keep the experts of tokens, so all of its groups "
-            "would be left out; start it with --enable-return-routed-experts, or the trainer without "
-            "--router-replay"
+            f"--router-replay, but {url} does not keep the experts of tokens, so all of its "
+            "groups would be left out. Start it with --enable-return-routed-experts, or the "
+            "trainer without --router-replay"
         )

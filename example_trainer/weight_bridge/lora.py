@@ -112,8 +112,8 @@ class LoraServer(WeightServer):
         current = status["current"]
         if isinstance(current, dict) and current["name"] != self.serves:
             raise BridgeError(
-                f"{self.url} serves {current['name']}, which is not of this trainer; two trainers share a server: stop the "
-                "other one, or give this one servers of its own"
+                f"{self.url} serves {current['name']}, which is not of this trainer, so two "
+                "trainers share a server. Stop the other one, or give this one servers of its own"
             )
         return current is None
 
@@ -306,8 +306,8 @@ def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> bo
     )
     if narrower and next(iter(parameters.values())).dtype is not torch.float32:
         logger.warning(
-            "[Bridge] %s holds the base model in float16, and this trainer in bfloat16: they differ by rounding, and their "
-            "bits are not compared (--dtype float32 compares them)", url
+            "[Bridge] %s holds the base model in float16, and this trainer in bfloat16. They "
+            "differ by rounding, and their bits are not compared (--dtype float32 compares them)", url
         )  # fmt: skip
         return False
     for rank, (manifest, theirs) in enumerate(
@@ -320,8 +320,8 @@ def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> bo
         if mine != theirs:
             raise BridgeError(
                 f"the weights of --model-name {name} (checksum {mine}) differ from "
-                f"{info['model']}, which {url} serves "
-                f"(rank {rank}: {theirs}): the adapter would be trained on another model than it is served on. Start both "
-                "with the same model."
+                f"{info['model']}, which {url} serves (rank {rank}: {theirs}). The adapter would "
+                "be trained on another model than it is served on. Start both with the same "
+                "model."
             )
     return True

@@ -112,8 +112,9 @@ class OwnedServer:
         """Raise BridgeError if another process listens where the server is to listen."""
         if not is_free(self.port):
             raise BridgeError(
-                f"--vllm-port {self.port} was free when this trainer began and is now taken by a process that it did not "
-                "start: stop that process (`ss -ltnp` shows it) or give another --vllm-port, then use --resume auto"
+                f"--vllm-port {self.port} was free when this trainer began and is now taken by a "
+                "process that it did not start. Stop that process (`ss -ltnp` shows it) or give "
+                "another --vllm-port, then use --resume auto"
             )
 
     def command(self, served: Served) -> list[str]:
@@ -177,8 +178,9 @@ class OwnedServer:
             write_record(self.port, process.guard.pid, self._log_path)
         except OSError as error:
             logger.warning(
-                "[Bridge] This server is not recorded (%s): if this trainer is killed, wait until its vLLM has ended before "
-                "the next start, or the next trainer takes it for a foreign server", error,
+                "[Bridge] This server is not recorded (%s). If this trainer is killed, wait until "
+                "its vLLM has ended before the next start, or the next trainer takes it for a "
+                "foreign server", error,
             )  # fmt: skip
 
     def wait_until_ready(self, pause: Callable[[float], None]) -> float:

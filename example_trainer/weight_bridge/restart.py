@@ -122,8 +122,9 @@ class RestartBridge(WeightBridge):
             self._server.computed_flags = flags
         elif flags:
             logger.warning(
-                "[Bridge] --vllm-command does not start vLLM, so its server gets no %s: give flags of the same meaning in "
-                "--vllm-args if it does not fit beside the trainer", " ".join(flags),
+                "[Bridge] --vllm-command does not start vLLM, so its server gets no %s. Give "
+                "flags of the same meaning in --vllm-args if it does not fit beside the trainer",
+                " ".join(flags),
             )  # fmt: skip
 
     def connect(self, model: torch.nn.Module) -> None:
@@ -238,8 +239,8 @@ class RestartBridge(WeightBridge):
             self._watch.join(CLOSE_SECONDS)
             if self._watch.is_alive():
                 logger.error(
-                    "[Bridge] the watch over the vLLM server at %s has not ended within %g s: look at its log %s; what still "
-                    "runs of the server ends with this process",
+                    "[Bridge] the watch over the vLLM server at %s has not ended within %g s: "
+                    "look at its log %s. The rest of the server ends with this process",
                     self._server.url, CLOSE_SECONDS, self._config.log_dir / LOG_NAME,
                 )  # fmt: skip
         self._server.close()

@@ -166,9 +166,9 @@ class BridgeServer(WeightServer):
         """
         if self._instance not in (None, instance):
             raise BridgeError(
-                f"{what} is instance {instance}, and {self.url} was instance {self._instance} when asked for its layout: "
-                "it was restarted since, or another server is mixed up with it; start the trainer "
-                "again with --resume auto"
+                f"{what} is instance {instance}, and {self.url} was instance {self._instance} "
+                "when asked for its layout. It was restarted since, or another server is mixed "
+                "up with it. Start the trainer again with --resume auto"
             )
 
     def cohort(
@@ -262,9 +262,9 @@ class BridgeServer(WeightServer):
             raise
 
     def abort(self, epoch: int, reason: str) -> bool:
-        """Call an update off at the server at once, and give the lease back: without it the server
-        gives the update up at its deadline, and serves nothing for as long as this process lives
-        and might still write.
+        """Call an update off at the server at once, and give the lease back. Otherwise the server
+        gives the update up only at its deadline. It serves nothing for as long as this process
+        lives and might still write.
 
         Call when nothing of this trainer is on the way to the server's memory any more.
 
@@ -423,8 +423,9 @@ def require_in_time(lease: Mapping[str, Any]) -> None:
     late = time.monotonic() - lease["deadline"]
     if late > 0:
         raise LeaseLost(
-            f"the server's lease ran out {late:.1f} s before the weights were written: this trainer was stopped or held up "
-            "(its --bridge-timeout and the server's are the time it has)"
+            f"the server's lease ran out {late:.1f} s before the weights were written. This "
+            "trainer was stopped or held up (its --bridge-timeout and the server's are the time "
+            "it has)"
         )
 
 

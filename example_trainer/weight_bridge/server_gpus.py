@@ -72,7 +72,7 @@ def choose_server_gpus(
     """Choose the GPUs of a server.
 
     With --vllm-gpus: these. Without: the GPUs that the trainer sees and does not use, as many as
-    the model can be divided by; the trainer's own GPU if it sees no other.
+    the model can be divided by. If it sees no other, the trainer's own GPU.
 
     Args:
         asked: --vllm-gpus.
@@ -98,9 +98,9 @@ def choose_server_gpus(
         return _on(tuple(others[:count]), degree, size, mine)
     if count > len(seen):
         raise ConfigError(
-            f"--vllm-args ask for a vLLM server of {count} GPUs, and this trainer sees {len(seen)} "
-            f"({','.join(seen)}): lower the degrees in --vllm-args, name GPUs with --vllm-gpus, or show more in "
-            "CUDA_VISIBLE_DEVICES"
+            f"--vllm-args ask for a vLLM server of {count} GPUs, and this trainer sees "
+            f"{len(seen)} ({','.join(seen)}). Lower the degrees in --vllm-args, name GPUs with "
+            "--vllm-gpus, or show more in CUDA_VISIBLE_DEVICES"
         )
     return _on(tuple([*others, mine][:count]), degree, size, mine)
 
@@ -123,8 +123,9 @@ def _degree_of_all(asked: str, gpus: Sequence[str], geometry: Geometry, size: De
     if rest or degree not in usable:
         counts = ", ".join(str(one * size.data) for one in usable_degrees(geometry, 64))
         raise ConfigError(
-            f"--vllm-gpus {asked}: {len(gpus)} GPUs, and a server of this model ({geometry.num_heads} heads, "
-            f"{geometry.num_kv_heads} key heads) can have {counts}: name as many, or give --tensor-parallel-size in --vllm-args"
+            f"--vllm-gpus {asked}: {len(gpus)} GPUs, and a server of this model "
+            f"({geometry.num_heads} heads, {geometry.num_kv_heads} key heads) can have {counts}. "
+            "Name as many, or give --tensor-parallel-size in --vllm-args"
         )
     return degree
 

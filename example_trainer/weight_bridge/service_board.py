@@ -87,8 +87,8 @@ class ServiceBoard:
             self._said.add(reason)
             logger.warning(
                 "[Fleet] the rollout service at %s does not take the fleet's table: POST /fleet: "
-                "%s; until it does, no server "
-                "joins by /fleet/join, and status.sh shows an old table or none; %s",
+                "%s. Until it does, no server joins by /fleet/join, and status.sh shows an old "
+                "table or none; %s",
                 self._url, told, remedy,
             )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """One copy of the weights: the trainer's parameters are views on the memory that vLLM reads.
 
 The server stands still from before the first write until it has checked the last one. So what can
-be done before is done before (the sums of what will be written), and on a GPU the server is asked
-to check as soon as the writes are enqueued: its check waits for them on the GPU, while the question
+be done before is done before (the sums of what will be written). On a GPU the server is asked to
+check as soon as the writes are enqueued. Its check waits for them on the GPU, while the question
 travels.
 """
 
@@ -384,9 +384,9 @@ class SingleCopyBridge(WeightBridge):
 
     def _sums_of(self, masters: Weights) -> WeightSums | None:
         """Over what will be written, as it will be: in the order, the parts and the dtype of the
-        server's. None if the masters are not all there, on the weights' device: a CPU would take
-        longer to sum up what an optimizer keeps in host memory than the server stands still for the
-        sums of what was written.
+        server's. None if the masters are not all there, on the weights' device. A CPU would take
+        longer to sum up what an optimizer keeps in host memory. The server stands still for less
+        time, while it sums the written weights.
         """
         here = {
             item.name
@@ -408,8 +408,9 @@ def require_one_replica(info: Mapping[str, Any], url: str) -> None:
     """Raise BridgeError if the server of /bridge/info has several replicas."""
     if info.get("replicas", 1) != 1:
         raise BridgeError(
-            f"vLLM at {url} has {info['replicas']} replicas (--data-parallel-size), and a single copy is the memory of one: "
-            "train with --use-shared-memory (broadcast), or start it without that flag"
+            f"vLLM at {url} has {info['replicas']} replicas (--data-parallel-size), and a single "
+            "copy is the memory of one. Train with --use-shared-memory (broadcast), or start it "
+            "without that flag"
         )
 
 
@@ -424,8 +425,9 @@ def require_ranks(info: Mapping[str, Any], ranks: int, reason: str, remedy: str)
     """
     if info["tp_degree"] != ranks:
         raise BridgeError(
-            f"single copy needs one trainer rank for each of vLLM's {info['tp_degree']} ranks, and {reason}: {remedy}, or "
-            "train with --use-shared-memory (broadcast), which takes any number of ranks"
+            f"single copy needs one trainer rank for each of vLLM's {info['tp_degree']} ranks, "
+            f"and {reason}: {remedy}, or train with --use-shared-memory (broadcast), for any "
+            "number of ranks"
         )
 
 
@@ -440,9 +442,10 @@ def require_gpu(theirs: str, device: torch.device, rank: int) -> None:
     mine = gpu_uuid(device)
     if theirs != mine:
         raise BridgeError(
-            f"the weights of vLLM's rank {rank} are on {f'GPU {theirs}' if theirs else 'the CPU'}, and trainer rank {rank} "
-            f"computes on {device}{f', which is {mine}' if mine else ''}; give both equal CUDA_VISIBLE_DEVICES "
-            "(a trainer of one rank can also be given --device cuda:N)"
+            f"the weights of vLLM's rank {rank} are on "
+            f"{f'GPU {theirs}' if theirs else 'the CPU'}, and trainer rank {rank} computes on "
+            f"{device}{f', which is {mine}' if mine else ''}. Give both equal "
+            "CUDA_VISIBLE_DEVICES (a trainer of one rank can also be given --device cuda:N)"
         )
 
 
@@ -469,9 +472,10 @@ def read_handles(info: dict[str, Any], url: str, rank: int) -> dict[str, Any]:
             else "no server"
         )
         raise BridgeError(
-            f"{path} is of another server ({other}) than {url} (instance {info['instance']}, host {info['hostname']}), whose "
-            "memory must not be written: if that one was restarted just now, start the trainer again with --resume auto; if it "
-            "runs on another machine, use --use-shared-memory (broadcast)"
+            f"{path} is of another server ({other}) than {url} (instance {info['instance']}, host "
+            f"{info['hostname']}), whose memory must not be written. If that one was restarted "
+            "just now, start the trainer again with --resume auto. If it runs on another "
+            "machine, use --use-shared-memory (broadcast)"
         )
     handles: dict[str, Any] = config["ranks"][rank]["handles"]
     return handles

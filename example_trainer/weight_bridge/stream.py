@@ -1,8 +1,8 @@
-"""The sending half of an update: the plan of senders, the meeting with the receivers, and the
-weights on their way, bucket by bucket, through two buffers of bounded size.
+"""The sending half of an update. It has the plan of senders, the meeting with the receivers, and
+the weights on their way. These go bucket by bucket, through two buffers of bounded size.
 
-While one bucket is on its way to the servers, the rows of the next come together from the trainer's
-ranks (FSDP2), in the other buffer. One process that holds whole parameters sends contiguous parts
+While one bucket is on its way to the servers, the rows of the next fill the other buffer. They come
+from the trainer's ranks (FSDP2). One process that holds whole parameters sends contiguous parts
 from their own place over NCCL; every other route needs a bucket in one piece. A tensor-parallel
 trainer never gets here: its weights are vLLM's.
 """
@@ -387,8 +387,8 @@ def sent_together(
     """Which servers are sent to at the same time: for each group how many of its kind come before
     it, and places in `servers`.
 
-    NCCL connects no two receivers on one GPU, so servers that share one come into different groups;
-    by the other routes they may come into one.
+    NCCL connects no two receivers on one GPU, so servers that share one come into different groups.
+    By the other routes they may come into one.
 
     Args:
         servers: of each its kind, which all members of a group share, its route, and the UUIDs of
@@ -959,8 +959,8 @@ class WeightStream:
         return exchange
 
     def _place(self, number: int, cohort: int, piece: Piece) -> tuple[Tensor, Tensor | None]:
-        """Return the tensor that is sent of a piece: a part of the parameter, or of a buffer; and
-        the tensor to copy there first, if any.
+        """Return the tensor that is sent of a piece: a part of the parameter, or of a buffer. Also
+        return the tensor to copy there first, if any.
         """
         item = self._cuts.item(cohort, piece)
         if self._gathers:

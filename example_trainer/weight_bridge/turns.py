@@ -43,9 +43,9 @@ class Turns:
         """
         self._server, self._ranks = server, ranks
         self.figures: dict[str, float] = {}
-        """Figures of the last turn: `seconds` of all of it, in which no client got a token; of them
-        `rest` and `wake` until the server had answered; `freed_bytes` is what vLLM gave, over all
-        ranks.
+        """Figures of the last turn: `seconds` of all of it, in which no client got a token. Parts
+        of them: `rest` and `wake`, until the server had answered. `freed_bytes` is what vLLM gave,
+        over all ranks.
         """
 
     @contextmanager

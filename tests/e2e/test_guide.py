@@ -260,4 +260,4 @@ def expect_only_this_machine(vllm_port: int) -> None:
         timeout=30,
         trust_env=False,
     )
-    assert (paused.status_code, "set VLLM_API_KEY" in paused.text) == (403, True)
+    assert (paused.status_code, "Set VLLM_API_KEY" in paused.text) == (403, True)

@@ -49,7 +49,7 @@ REFUSED = {
         "--atropos-url 'localhost:8000': 'localhost:8000' does not begin with http://"
     ),
     "--weight-bridge-mode lora_only --lora-dropout 0.1 --minibatches 4": (
-        "--lora-dropout 0.1 and --ppo-epochs 1 with --minibatches 4 exclude each other: the "
+        "--lora-dropout 0.1 and --ppo-epochs 1 with --minibatches 4 exclude each other. The "
         "ratio to the batch's first"
     ),
     "--single-copy": "--single-copy needs --weight-bridge-mode shared_vllm, which is 'none'",
@@ -61,7 +61,7 @@ REFUSED = {
         "split each expert's inner width"
     ),
     "--weight-bridge-mode shared_vllm --single-copy --ppo-epochs 2": (
-        "--single-copy and --ppo-epochs 2 with --minibatches 1 exclude each other: between "
+        "--single-copy and --ppo-epochs 2 with --minibatches 1 exclude each other. Between "
         "the updates"
     ),
     "--profile 5-3": (

@@ -1,10 +1,10 @@
 """Reductions over a row in Triton, ordered by the row's width alone. Needs a GPU and Triton.
 
-RMSNorm: vLLM's fused kernel picks the size of its block by the number of tokens, so a row's sum is
-ordered one way in a small batch and another way in a large one; its Triton kernel for the norm
+RMSNorm: vLLM's fused kernel picks the size of its block by the number of tokens. So a row's sum is
+ordered one way in a small batch and another way in a large one. Its Triton kernel for the norm
 without the addition copies views first.
 
-Log of the sum of exponentials: vLLM's kernel walks along a row with one block, which leaves most of
+Log of the sum of exponentials: vLLM's kernel walks along a row with one block. That leaves most of
 the GPU idle for a single sequence. Here chunks of a fixed width are summed by as many blocks, and
 then the chunks one after the other.
 

@@ -2,8 +2,8 @@
 the caller.
 
 On a GPU each function runs the very kernel that vLLM runs in deterministic mode, on the same
-dtypes, so that equal inputs give equal bits whatever else is in the batch. On a CPU a reference
-runs (`reference`), which is invariant to the batch too but has other bits than vLLM. Run them under
+dtypes. So equal inputs give equal bits whatever else is in the batch. On a CPU a reference runs
+(`reference`), which is invariant to the batch too but has other bits than vLLM. Run them under
 `settings.settings()` or after `settings.enable_settings()`.
 
 Shapes: tokens of all sequences are packed into one dimension; heads come before the head's
@@ -339,7 +339,7 @@ def experts(
         weights, chosen: see `route`.
         w13: [experts, 2 · inner, dim], the gate in the first half of each expert's rows.
         w2: [experts, dim, inner].
-        parts: vLLM's tensor-parallel ranks, whose bits the result has: each has a part of the inner
+        parts: vLLM's tensor-parallel ranks, whose bits the result has. Each has a part of the inner
             width of every expert, and their sums are added as `add_parts` does.
     """
     outputs = mix(x, weights, chosen, w13, w2, silu_and_mul, parts).outputs

@@ -121,7 +121,8 @@ def _pin_environment() -> None:
             continue
         if torch.cuda.is_initialized():
             raise SettingsError(
-                f"{name} is {current or 'unset'} and CUDA is in use already, so {value} would come too late: "
-                f"`export {name}={value}` before the start, or enable deterministic mode before anything touches the GPU"
+                f"{name} is {current or 'unset'} and CUDA is in use already, so {value} would "
+                f"come too late. Type `export {name}={value}` before the start, or enable "
+                "deterministic mode before anything touches the GPU"
             )
         os.environ[name] = value

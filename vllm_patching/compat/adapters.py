@@ -65,8 +65,8 @@ def add_adapter(
 def _apart(
     manager: Any, name: str, matrices: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
-    """Yield an adapter as vLLM's model wants it: of a fused tensor such as `gate_up_proj` either as
-    a whole or, in models whose class lists the projections, with one adapter for each.
+    """Yield an adapter as vLLM's model wants it. A fused tensor such as `gate_up_proj` has it as a
+    whole or, in models whose class lists the projections, with one adapter for each.
     """
     path, _, module = name.rpartition(".")
     projections = manager.packed_modules_mapping.get(module, [module])

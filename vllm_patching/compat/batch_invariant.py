@@ -147,7 +147,7 @@ def start_batch_invariance() -> bool:
     Versions differ in where the function is, and in whether it takes the attention backend.
 
     Returns:
-        Whether vLLM's mode is on. It is off if vLLM read the variable before it was set.
+        True if vLLM's mode is on. It is off if vLLM read the variable before it was set.
 
     Raises:
         UnsupportedVllm: vLLM is missing, or has no such function.

@@ -2,11 +2,10 @@
 same addresses.
 
 CUDA graphs hold the addresses of the tensors that they were captured with, so those must not
-change. On a GPU the memory comes from the allocator of vLLM's sleep mode, which takes pages away
-from addresses and puts others there (CUDA's virtual memory management). The weights must not come
-from it: what it maps cannot be opened by another process, and a trainer of a single copy opens
-them. So sleep mode itself stays off, and of all that it knows only the keys and values are put
-there.
+change. On a GPU the memory comes from the allocator of vLLM's sleep mode. It takes pages away from
+addresses and puts others there (CUDA's virtual memory management). The weights must not come from
+it: what it maps cannot be opened by another process, and a trainer of a single copy opens them. So
+sleep mode itself stays off, and of all that it knows only the keys and values are put there.
 
 On a CPU the storage of the tensors is emptied and made again. Nothing there remembers an address.
 """
@@ -141,8 +140,9 @@ class _Pages:
             data = allocator.pointer_to_data.get(storage.data_ptr())
             if data is None or data.handle[1] - storage.nbytes() > _ROUNDING:
                 raise UnsupportedVllm(
-                    f"vLLM ({vllm_version()}) has not made its keys and values in a pool of their own, so their memory cannot "
-                    "be given back; leave --colocate out, or ask for a larger cache (small ones share their pages)"
+                    f"vLLM ({vllm_version()}) has not made its keys and values in a pool of their "
+                    "own, so their memory cannot be given back. Leave --colocate out, or ask for "
+                    "a larger cache (small ones share their pages)"
                 )
             self._found[storage.data_ptr()] = data
         self._away: set[int] = set()

@@ -17,8 +17,8 @@ def keep_cpu_weights_plain() -> None:
     """Make vLLM's CPU linear layers multiply with the parameter itself.
 
     By default they pack a private copy of the weight after loading and leave the parameter empty,
-    or stale when it is tied, so that nothing written to the parameter would ever be used. Call
-    before the model is built; does nothing elsewhere.
+    or stale when it is tied. So nothing written to the parameter would ever be used. Call before
+    the model is built; does nothing elsewhere.
     """
     import torch
 

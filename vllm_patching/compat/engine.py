@@ -2,7 +2,7 @@
 
 A server has one engine core, or several with `--data-parallel-size`: replicas of the model, each
 with ranks, a scheduler and requests of its own. vLLM's commands to pause and to go on reach all of
-them and wait for all; of its other calls only the first replica's answer is handed on, so the
+them and wait for all. For its other calls only the first replica's answer is handed on. So the
 replicas are asked one by one here, all at the same time.
 """
 
@@ -44,7 +44,7 @@ async def pause_and_keep(engine: Any, clear_cache: bool) -> None:
     """Stop scheduling and keep the requests; returns when no step is in flight, in any replica.
 
     vLLM's own pause_generation does the same and then sleeps for 20 ms, so that outputs reach their
-    callers first; ours may reach them later, see follow_outputs.
+    callers first. Ours may reach them later, see follow_outputs.
 
     Args:
         clear_cache: drop every cached key and value; running requests compute theirs again when
@@ -92,8 +92,9 @@ async def _known(answer: Awaitable[Any], method: str) -> Any:
     except Exception as error:
         if f"no attribute '{method}'" in str(error):
             raise UnsupportedVllm(
-                f"vLLM ({vllm_version()}) has not loaded the plugin of vllm_patching/engine_core/plugin, which gives its "
-                f"engine core {method}: is the version {SUPPORTED}, and does nothing take that folder out of PYTHONPATH?"
+                f"vLLM ({vllm_version()}) has not loaded the plugin of "
+                f"vllm_patching/engine_core/plugin, which gives its engine core {method}. Is the "
+                f"version {SUPPORTED}, and does nothing take that folder out of PYTHONPATH?"
             ) from error
         raise
 

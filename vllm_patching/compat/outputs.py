@@ -93,8 +93,8 @@ def has_requests(engine: Any) -> bool:
 
 
 def take_logprobs_together() -> None:
-    """Have vLLM's front end put the logprobs of all new tokens of a request into its flat lists at
-    once, if the request wants neither alternatives nor text; it goes through them one by one
+    """Have vLLM's front end put the logprobs of a request's new tokens into its flat lists at once.
+    It does so if the request wants neither alternatives nor text. It goes through them one by one
     otherwise.
     """
     processor = importlib.import_module("vllm.v1.engine.logprobs").LogprobsProcessor

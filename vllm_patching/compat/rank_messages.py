@@ -16,10 +16,10 @@ where it lies, later."""
 def wait_without_spinning() -> None:
     """Have a rank that waits for a message of another one on this host sleep until it is announced.
 
-    For a second after each message vLLM's ranks look for the next one without a pause, so that
-    every process of a server takes a core while it waits. That is right beside GPUs; on a CPU those
-    cores are what the others compute with. Both ways of waiting are vLLM's own: after that second
-    it sleeps, too. Does nothing where vLLM waits in another way.
+    For a second after each message vLLM's ranks look for the next one without a pause. So every
+    process of a server takes a core while it waits. That is right beside GPUs; on a CPU those cores
+    are what the others compute with. Both ways of waiting are vLLM's own: after that second it
+    sleeps, too. Does nothing where vLLM waits in another way.
     """
     condition = getattr(importlib.import_module(_MODULE), "SpinCondition", None)
     if hasattr(condition, "record_read"):
@@ -35,8 +35,8 @@ def keep_payloads_whole(encoder: Any, process: Any) -> None:
     being sent.
 
     vLLM encodes messages into buffers that it uses again, and asks zmq when one is free. vLLM 0.26
-    asks that of a message's last frame: where arrays go along in frames of their own, small ones,
-    the answer is yes at once, while zmq still reads a large payload from the buffer
+    asks that of a message's last frame. Where arrays go along in frames of their own, small ones,
+    the answer is yes at once. But zmq then still reads a large payload from the buffer
     (https://github.com/vllm-project/vllm/pull/50053). The front end then takes tokens for other
     requests', or ends because it cannot read the message. Hundreds of requests whose outputs are
     sent together, as before a pause, make such messages. Here the payload is copied out of the

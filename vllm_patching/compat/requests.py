@@ -51,8 +51,8 @@ async def tokenizer_of(engine: Any) -> Any:
 
 def logprobs_mode(engine: Any) -> str:
     """Which logprobs the engine hands out (`--logprobs-mode`): `processed_logprobs`, of the
-    distribution that is sampled from, or `raw_logprobs`, before temperature and penalties; or
-    logits of either kind.
+    distribution that is sampled from, or `raw_logprobs`, before temperature and penalties. Logits
+    of either kind are possible too.
     """
     return str(engine.model_config.logprobs_mode)
 

@@ -33,7 +33,7 @@ def vllm_version() -> str:
     distribution name has too.
 
     It is read from the package's `_version.py`, so that a version which cannot even be imported is
-    named; where that is missing, as in a source tree, the package is imported.
+    named. Where that is missing, as in a source tree, the package is imported.
 
     Raises:
         UnsupportedVllm: there is no vLLM.

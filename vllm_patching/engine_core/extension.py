@@ -1,8 +1,9 @@
-"""Additions to vLLM's engine core, the process that schedules: it sends tokens in few messages
-(gathered_outputs.py), notes its steps (progress.py), and checks new weights and goes on in one.
+"""Additions to vLLM's engine core, the process that schedules. It sends tokens in few messages
+(gathered_outputs.py), notes its steps (progress.py), and checks new weights and goes on in one
+call.
 
 As two messages, the workers' answer goes to the front end and its consent comes back while the
-engine stands still. The front end may be busy with hundreds of requests, and an engine core that is
+engine stands still. The front end may be busy with hundreds of requests. An engine core that is
 paused with requests sleeps for a millisecond between two looks at its messages. So the trainer's
 checksums go along with the question, and the engine core compares them itself.
 
@@ -39,8 +40,8 @@ _GATHERING_SEAMS = ("step", "step_with_batch_queue", "is_scheduler_paused")
 
 
 def install() -> None:
-    """Give vLLM's engine core what RankCalls asks it for, and have it gather outputs, in the
-    process that has one; on a CPU, have every process wait for the others without taking a core.
+    """Give vLLM's engine core the methods that RankCalls needs, and have it gather outputs, in the
+    process that has one. On a CPU, have every process wait for the others without taking a core.
     Stores of one machine's workers listen on loopback.
     """
     loopback_stores.install()
@@ -65,8 +66,8 @@ def install() -> None:
 
 
 def install_before_fork() -> None:
-    """As `install`, in the process that starts the engine core: one that is forked inherits it, and
-    does not load plugins again if they were loaded before.
+    """As `install`, in the process that starts the engine core. A forked one inherits it, and does
+    not load plugins again if they were loaded before.
     """
     importlib.import_module(_MODULE)
     install()

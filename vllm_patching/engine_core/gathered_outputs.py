@@ -2,14 +2,14 @@
 them anyway.
 
 After every step vLLM's engine core sends each request's new token to the front end in an object of
-its own, with its logprob in three arrays. With hundreds of requests that is most of the work of
-both processes. A request for the final output alone (FINAL_ONLY) shows nothing of it before the
-end, so the engine core keeps such a request's tokens for some steps and sends them as one output,
-as if one step had sampled them all (steps with accepted drafts look the same).
+its own. Its logprob is in three arrays. With hundreds of requests that is most of the work of both
+processes. A request for the final output alone (FINAL_ONLY) shows nothing of it before the end. So
+the engine core keeps such a request's tokens for some steps. It sends them as one output, as if one
+step had sampled them all (steps with accepted drafts look the same).
 
-Kept outputs are sent before a pause begins, and while the engine is paused nothing is kept: the
-front end then knows every token of the old weights by a message that left the engine before the
-pause was answered, on which version_spans rests.
+Kept outputs are sent before a pause begins, and while the engine is paused nothing is kept. So a
+message that left the engine before the pause was answered has every token of the old weights. On
+that version_spans rests.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Kept:
 
     Attributes:
         client: the front end that it is for.
-        turn: of the steps of a message, the one after which it is sent. They are dealt out evenly:
-            if all requests, which go on together after a pause, were sent together, that step would
-            take longer than the GPU's work behind which it hides.
+        turn: of the steps of a message, the one after which it is sent. They are dealt out evenly.
+            All requests go on together after a pause: if they were sent together, that step would
+            take longer than the GPU's work that hides it.
         last: the last output.
         token_ids: of all outputs.
         ids, logprobs, ranks: bytes of the columns of vLLM's LogprobsLists.
@@ -171,8 +171,8 @@ def waits_for_the_end(request: Any) -> bool:
     """Return whether a request's caller sees nothing of it before it ends, and only the engine core
     can end it.
 
-    Stop strings are found by the front end, which so must see every token at once; and of an input
-    that comes in parts each part has an end.
+    Stop strings are found by the front end, which so must see every token at once. An input that
+    comes in parts has an end in each part.
     """
     from vllm.sampling_params import RequestOutputKind
 

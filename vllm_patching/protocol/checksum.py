@@ -1,10 +1,10 @@
 """A checksum of a set of weights. It changes when any bit of any weight changes its value or its
 place.
 
-Each tensor's bytes are read as 32-bit integers x_0, x_1, … (zeros fill up the last one) and
-condensed to two 64-bit sums with wrapping arithmetic: sum(x_i) and sum(x_i * w_i), where w_i is an
-odd 32-bit number that depends on the position i. Integer sums do not depend on the order of
-additions, so a GPU and a CPU agree exactly. They guard against lost, stale, torn and misplaced
+Each tensor's bytes are read as 32-bit integers x_0, x_1, … (zeros fill up the last one). They are
+condensed to two 64-bit sums with wrapping arithmetic. These are sum(x_i) and sum(x_i * w_i), where
+w_i is an odd 32-bit number that depends on the position i. Integer sums do not depend on the order
+of additions, so a GPU and a CPU agree exactly. They guard against lost, stale, torn and misplaced
 weights, not against an adversary. The same pass counts NaN and infinity.
 """
 
@@ -34,8 +34,9 @@ fast."""
 
 _Words = TypeVar("_Words", int, torch.Tensor)
 
-# Exponent bits that are all ones in NaN and infinity: of the element in a word's low half (0: a
-# word is one element), and of the element in its high half, or of the whole word.
+# Exponent bits that are all ones in NaN and infinity. First those bits for the element in a word's
+# low half (0: a word is one element). Then those for the element in its high half, or for the whole
+# word.
 EXPONENTS = {
     torch.float32: (0, 0x7F800000),
     torch.bfloat16: (0x7F80, 0x7F800000),
@@ -83,10 +84,10 @@ class Part:
 class WeightSums:
     """Sums over a fixed list of tensors, computed at each pass.
 
-    On a GPU everything is enqueued on the current stream, one kernel for any number of tensors, so
+    On a GPU everything is enqueued on the current stream, one kernel for any number of tensors. So
     a transfer can be checked while it is still going on: `reset`, `add` for each part, `read`. A
     tensor may be added piece by piece, in any order, by one process or by several (`of_parts`,
-    `rows`, `summary_of`): the sums are the whole tensor's.
+    `rows`, `summary_of`). The sums are the whole tensor's.
     """
 
     def __init__(

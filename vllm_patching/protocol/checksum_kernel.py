@@ -2,7 +2,7 @@
 comes with CUDA builds.
 
 A word holds one element of float32 or two of a 16-bit dtype. Tensors of float32 can be summed as
-what they will be when they are rounded to such a dtype; the rounded values exist in registers only.
+what they will be when they are rounded to such a dtype. The rounded values exist in registers only.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ def buckets(layout: Sequence[FlatSlice], limit: int = BUCKET_BYTES) -> list[Buck
 
     Args:
         limit: bytes of a bucket. Rows are not cut, and go in groups that begin at a multiple of 16
-            bytes; a group that is larger than a bucket is one all the same.
+            bytes. A group that is larger than a bucket is one all the same.
     """
     found: list[Bucket] = []
     pieces: list[Piece] = []

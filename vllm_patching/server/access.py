@@ -194,15 +194,16 @@ class Door:
         if asked.host and not self.is_ours(asked.host):
             return Refusal(
                 403,
-                f"the Host {asked.host[:_SHOWN]!r} is none that this server goes by, and it has no key to know its clients by: "
-                "call it by its address, or start it with --allow-host NAME or with VLLM_API_KEY",
+                f"the Host {asked.host[:_SHOWN]!r} is none that this server goes by, and it has "
+                "no key to know its clients by. Call it by its address, or start it with "
+                "--allow-host NAME or with VLLM_API_KEY",
             )
         page = self._browser_refusal(asked)
         if page:
             return Refusal(
                 403,
-                f"{page}: a web page may not call a server without a key; use a program, start the server with VLLM_API_KEY, "
-                "or name the page's origin in --allowed-origins",
+                f"{page}: a web page may not call a server without a key. Use a program, start "
+                "the server with VLLM_API_KEY, or name the page's origin in --allowed-origins",
             )
         if (
             not asked.here
@@ -211,8 +212,9 @@ class Door:
         ):
             return Refusal(
                 403,
-                f"{asked.path[:_SHOWN]} answers only this machine, since the server was started without an API key: set "
-                "VLLM_API_KEY to the same value for the server and for who asks",
+                f"{asked.path[:_SHOWN]} answers only this machine, since the server was started "
+                "without an API key. Set VLLM_API_KEY to the same value for the server and its "
+                "clients",
             )
         return None
 
@@ -270,10 +272,9 @@ def make_door(args: argparse.Namespace, environment: MutableMapping[str, str]) -
     )
     if not door.keys and not args.uds and not is_loopback(door.bound_to):
         _say(
-            f"No VLLM_API_KEY: all that reach port {args.port} may sample; routes that change the "
-            "server (/bridge, /lora "
-            "and all else that is not sampling) answer this machine alone; --host 127.0.0.1 keeps "
-            "others out altogether"
+            f"No VLLM_API_KEY: all that reach port {args.port} may sample. Routes that change the "
+            "server (/bridge, /lora and all else that is not sampling) answer this machine "
+            "alone. --host 127.0.0.1 keeps others out altogether"
         )
     return door
 

@@ -1,4 +1,4 @@
-"""The bridge of one server, in its API process: it carries the state machine of updates out against
+"""The bridge of one server, in its API process. It carries the state machine of updates out against
 a running engine, rolls failed updates back, and watches the trainer between its calls.
 """
 
@@ -567,8 +567,8 @@ class BridgeController:
 
     def status(self) -> dict[str, Any]:
         """Return the state as JSON. It also holds the server's `instance` (new after each start),
-        the engine's state, the lease, the last known phases of the ranks' updater threads, and the
-        seconds for which a call is unanswered.
+        the engine's state and the lease. Further fields are the last known phases of the ranks'
+        updater threads, and the seconds for which a call is unanswered.
         """
         lease, trouble = self._leases.out, self.trouble()
         return {
@@ -770,8 +770,9 @@ class BridgeController:
 
     async def begin(self, epoch: int, version: int, cohort: str = "") -> dict[str, Any]:
         """Begin an update. Overlapped: the ranks receive beside the live weights. Otherwise the
-        engine stops between two steps, and a lease is granted: to the trainer, which may write a
-        single copy then; or to the workers' updater threads, which begin to receive (direct).
+        engine stops between two steps, and a lease is granted. It goes to the trainer, which may
+        write a single copy then. Or it goes to the workers' updater threads, which begin to receive
+        (direct).
 
         Args:
             cohort: key of the one in which every rank must be, for a broadcast.

@@ -58,7 +58,7 @@ class BrowserHeaders:
         """Return why a browser may not send this request, which changes something; empty if it may.
 
         A browser must prove that a page of ours sends it. A link in an e-mail, a bookmark and a
-        typed address prove nothing, and neither does a link or an image that our own page shows.
+        typed address prove nothing. Nor does a link or an image that our own page shows.
 
         Args:
             method: of the request.

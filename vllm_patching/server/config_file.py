@@ -3,8 +3,8 @@ behind when it is killed.
 
 Each server has a file of its own. The first one in a folder takes the documented name; a server
 that finds that taken puts its port into the name. A server keeps its file locked (flock) for as
-long as it lives. The kernel lets go when the process ends, however it ends, so whether a file's
-server lives is known even where process ids have no meaning, as in another container.
+long as it lives. The kernel lets go when the process ends, however it ends. So a file's server is
+known to live or not even where process ids have no meaning, as in another container.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class ConfigFile:
         """Take a name that no living server has, and learn what a killed server of this port left
         under it.
 
-        A server that was killed in the middle of a run leaves its file. If the trainer named there
-        still lives (or cannot be looked up, being on another machine), it holds newer weights, and
-        will send them as soon as it finds this server. Files of servers at other ports delay no
+        A server that was killed in the middle of a run leaves its file. The trainer named there may
+        still live (or cannot be looked up, being on another machine). Then it holds newer weights,
+        and will send them as soon as it finds this server. Files of servers at other ports delay no
         other server, and are overwritten only if no trainer that may live waits for its server.
 
         Raises:
@@ -231,7 +231,7 @@ class ConfigFile:
 
 def runs_here(trainer: str) -> bool | None:
     """Return whether the process of "trainer HOST:PID", or of anything else followed by these, runs
-    on this machine; None if it is on another one, and cannot be looked up.
+    on this machine. None if it is on another one, and cannot be looked up.
     """
     host, _, pid = trainer.rpartition(" ")[2].rpartition(":")
     if host != os.uname().nodename or not pid.isdigit():

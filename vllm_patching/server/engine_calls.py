@@ -262,12 +262,12 @@ class RankCalls:
             method: of the workers; it returns what `compare` takes.
             expected: the trainer's checksums, by rank.
             version: of the weights.
-            resumed: called with the moment at which an engine core went on, if this call raises, or
-                raised before that became known, or if not all went on.
+            resumed: called with the moment at which an engine core went on, if this call raises or
+                not all went on. It is called too if this call raised before that became known.
 
         Returns:
-            one answer of each rank of each replica; when the first engine core went on
-            (time.monotonic(), seconds), None if none did; and whether all of them still run.
+            one answer of each rank of each replica. Then when the first engine core went on
+            (time.monotonic(), seconds), None if none did. Last, whether all of them still run.
 
         Raises:
             BridgeRefusal: one has not answered, and may run or not; or it failed or has died.

@@ -41,8 +41,8 @@ class _Replica:
 class EngineProgress:
     """Counts how long each replica of an engine has made no progress.
 
-    A replica makes progress if it answers and either has begun another batch since its last answer,
-    or has no request that a step would advance. An engine in a pause has none.
+    A replica makes progress if it answers and has begun another batch since its last answer. It
+    also does if it has no request that a step would advance. An engine in a pause has none.
     """
 
     def __init__(self, limit: float, replicas: int = 1) -> None:

@@ -90,9 +90,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--inflight-cache",
         choices=["recompute", "keep"],
         default="recompute",
-        help="keys and values of requests that run across a weight update: computed again with the "
-        "new weights (every token's "
-        "logprob is then that of one version), or kept (faster; their next tokens mix both) (default: %(default)s)",
+        help="keys and values of requests that run across a weight update. With recompute, "
+        "they are computed again, so that every token's logprob is that of one "
+        "version. Keep is faster, but their next tokens mix both (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--deterministic",
@@ -146,8 +147,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             fail(f"{flag} {seconds:g} must be larger than 0 (seconds)")
     if args.api_server_count not in (None, 1):
         fail(
-            f"--api-server-count {args.api_server_count}: one process must own the bridge's state and count which weights each "
-            "token was sampled with; leave it out, and start several servers where one is not enough"
+            f"--api-server-count {args.api_server_count}: one process must own the bridge's state "
+            "and count which weights each token was sampled with. Leave it out, and start "
+            "several servers where one is not enough"
         )
     for flag, value in (
         ("--weight-version", args.weight_version),

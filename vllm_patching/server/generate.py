@@ -157,23 +157,24 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     """Every list has one item per completion, but for prompt_token_ids.
 
     `token_logprobs[completion][position]` is the float32 logprob of the sampled token under the
-    distribution that it was sampled from: after penalties, temperature, top-k, top-p and min-p (at
-    temperature 0, before the choice of the likeliest). With `--logprobs-mode raw_logprobs`, and in
-    deterministic mode, it is before all of them. `logprobs[completion][position]` maps token ids to
-    such logprobs; it always holds the sampled token. An answer has one of the two, and `text` only
-    where it was asked for. `weight_version_spans` has [version, number of tokens] in the order in
-    which the weights were served, `weight_epoch_spans` the weight epoch of each. `weight_versions`
-    and `weight_epochs` belong to the first span: the oldest weights that a token of the completion
-    was sampled with. Their version need not be the smallest, for a trainer that resumes goes back.
+    distribution that it was sampled from. That is after penalties, temperature, top-k, top-p and
+    min-p (at temperature 0, before the choice of the likeliest). With `--logprobs-mode
+    raw_logprobs`, and in deterministic mode, it is before all of them.
+    `logprobs[completion][position]` maps token ids to such logprobs; it always holds the sampled
+    token. An answer has one of the two, and `text` only where it was asked for.
+    `weight_version_spans` has [version, number of tokens] in the order in which the weights were
+    served, `weight_epoch_spans` the weight epoch of each. `weight_versions` and `weight_epochs`
+    belong to the first span: the oldest weights that a token of the completion was sampled with.
+    Their version need not be the smallest, for a trainer that resumes goes back.
 
     `prompt_token_logprobs[position]` or `prompt_logprobs[position]`, where they were asked for, is
-    the same of the prompt's tokens given those before each: null or {} for the first, which nothing
-    predicts; as a number never below -9999, which stands for a token that is impossible. They come
-    from the model itself, at temperature 1, whatever the sampling parameters and `--logprobs-mode`
-    are.
+    the same of the prompt's tokens given those before each. It is null or {} for the first, which
+    nothing predicts. As a number it is never below -9999, which stands for a token that is
+    impossible. They come from the model itself, at temperature 1, whatever the sampling parameters
+    and `--logprobs-mode` are.
 
     `routed_experts[completion]`, if the request has `routed_experts`, has the experts of each token
-    of prompt and completion but the last token, which the model has not read. See
+    of prompt and completion. The last token is not among them: the model has not read it. See
     `vllm_patching.protocol.routed_experts`.
     """
 
@@ -413,8 +414,9 @@ def _require_finite(tokens: Sequence[int], logprobs: list[float], what: str) -> 
         return
     at = next(i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob))
     raise LogprobNotFinite(
-        f"the logprob of token {tokens[at]} at position {at} of {what} is {logprobs[at]}: the weights that are "
-        "served hold NaN or overflow; see /bridge/state, and have the trainer send whole ones"
+        f"the logprob of token {tokens[at]} at position {at} of {what} is {logprobs[at]}: the "
+        "weights that are served hold NaN or overflow. See /bridge/state, and have the trainer "
+        "send whole ones"
     )
 
 

@@ -30,8 +30,9 @@ OPEN_PATHS = frozenset(
         "/health_generate",  # answers in any state with the reason
     }
 )
-"""Paths that describe the server on GET and sample nothing. /health and /ping are not among them:
-vLLM's own answer 200 while its engine lives, whatever its weights are."""
+"""Paths that describe the server on GET and sample nothing. They do not include /health and /ping:
+vLLM's own answer 200 while its engine lives, whatever its weights are.
+"""
 OPEN_PREFIXES = ("/bridge/", "/lora/", "/turns/")
 """Our own routes, by any method. They repair the server, and refuse by themselves."""
 TRY_AGAIN_LATER = 1013
@@ -144,11 +145,11 @@ class _Answer:
 
 class RefuseWhileUnavailable:
     """ASGI middleware: while no token can be sampled with the right weights, all requests get a 503
-    with the reason, except the paths that `is_open` lists.
+    with the reason. Paths that `is_open` lists are excepted.
 
-    So does a request that is cancelled before its answer has begun. uvicorn cancels what is under
-    way when the server ends, and would answer 500: a fault of the server's, where the request is as
-    good as before and belongs to another one.
+    So does a request that is cancelled before its answer has begun. When the server ends, uvicorn
+    cancels the requests under way, and would answer 500. That is a fault of the server's. But the
+    request is as good as before and belongs to another server.
     """
 
     def __init__(self, app: Any, service: Availability) -> None:

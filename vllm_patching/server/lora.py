@@ -2,7 +2,7 @@
 one.
 
 Every load gets an id and a name that were never used before. vLLM's prefix cache is keyed by the
-adapter's name, so values of one adapter are never used for another, and nothing has to be paused or
+adapter's name. So values of one adapter are never used for another, and nothing has to be paused or
 cleared. A request keeps the adapter that it began with; an adapter is forgotten when its last
 request has ended.
 """
@@ -397,8 +397,9 @@ class LoraController:
                     )
                 raise LoraRefusal(
                     503,
-                    f"all {capacity} places for adapters were in use for {self.timeout:g} s: {', '.join(taken)}; "
-                    "start the server with a larger --max-cpu-loras, or see why it does not answer",
+                    f"all {capacity} places for adapters were in use for {self.timeout:g} s: "
+                    f"{', '.join(taken)}. Start the server with a larger --max-cpu-loras, or see "
+                    "why it does not answer",
                 ) from None
 
     def _replace_by(self, adapter: Adapter | None) -> None:

@@ -1,9 +1,9 @@
 """The weight bridge's figures on vLLM's own GET /metrics.
 
-They are ordinary gauges and counters of prometheus_client's default registry, brought up to date on
-each GET /metrics and whenever a step of an update has been taken. A collector that computes them on
-demand would be simpler, and would be missing when PROMETHEUS_MULTIPROC_DIR is set: vLLM then
-answers from the files which gauges and counters write there, and from nothing else.
+They are ordinary gauges and counters of prometheus_client's default registry. They are brought up
+to date on each GET /metrics and whenever a step of an update has been taken. A collector that
+computes them on demand would be simpler. But it would be missing when PROMETHEUS_MULTIPROC_DIR is
+set. Then vLLM answers from the files which gauges and counters write there, and from nothing else.
 """
 
 from __future__ import annotations

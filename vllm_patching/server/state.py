@@ -1,5 +1,5 @@
-"""The weights of one server, without I/O: the state machine of updates, the lease of the writer, and
-the weights that each token of a running request was sampled with.
+"""The weights of one server, without I/O. It has the state machine of updates, the lease of the
+writer, and the weights that each token of a running request was sampled with.
 
     serving v ──begin──▶ updating ──commit──▶ serving v+1
                             │
@@ -8,17 +8,17 @@ the weights that each token of a running request was sampled with.
 
     quarantine, from anywhere ──▶ unhealthy
 
-`unhealthy` means that the live weights may be a mixture, or are not the trainer's, or that the
-engine did not continue, or that the trainer has put the server in quarantine. The engine is paused
-then. The state ends when a later update has been verified. While it is undecided, because a process
-may still write or the workers do not answer, it also ends when the weights prove to be whole. A
-quarantine does not.
+`unhealthy` means that the live weights may be a mixture, or are not the trainer's. Or the engine
+did not continue, or the trainer has put the server in quarantine. The engine is paused then. The
+state ends when a later update has been verified. While it is undecided, a process may still write
+or the workers do not answer. Then it also ends when the weights prove to be whole. A quarantine
+does not.
 
-A lease is out from the moment at which the engine is paused for a writer until the writer has given
-the lease back, has handed it in with its commit, or has ended. While it is out, the weights cannot
-be proven whole, so the server serves nothing and grants no other lease. The deadline ends the right
-to write, but not the lease: a writer that was stopped between its check of the clock and its write
-does not notice that it is late.
+A lease is out from the moment at which the engine is paused for a writer. It is in when the writer
+has given it back, has handed it in with its commit, or has ended. While it is out, the weights
+cannot be proven whole, so the server serves nothing and grants no other lease. The deadline ends
+the right to write, but not the lease. A writer that was stopped between its check of the clock and
+its write does not notice that it is late.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from vllm_patching.server.guard import is_open
 
 
 class ServerTimeline:
-    """Spans of a server: `generating` while at least one request is under way, `halted` while the
-    engine stands still for an update or a turn of the trainer's, and `update` from its begin to the
-    answer that the new weights are served.
+    """Spans of a server: `generating` while at least one request is under way, and `halted` while
+    the engine stands still. It does so for an update or a trainer's turn. The span `update` goes
+    from its begin to the answer that the new weights are served.
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -9,8 +9,8 @@ The weights are one copy, which stays in place.
 
 An update of the weights in the trainer's turn is an update as any other, but that the engine goes
 on with the wake. If a step fails, the server tries to sample again until it can, and is unhealthy
-until then. A trainer that ends in its turn is noticed by the watchdog: the turn ends with it, once
-what it may have written is settled (see settlement).
+until then. A trainer that ends in its turn is noticed by the watchdog. The turn ends with it, once
+the weights that it may have written are settled (see settlement).
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Turns:
                 raise BridgeRefusal(
                     409,
                     f"process {unseen[0]} of {self._state.trainer} cannot be seen from here, so "
-                    "the server would not notice that it "
-                    "ended in its turn: run trainer and server in one container (or with one --pid namespace)",
+                    "the server would not notice that it ended in its turn. Run trainer and "
+                    "server in one container (or with one --pid namespace)",
                 )
             if self.turn is Turn.TRAINING:
                 return self._told(0, 0.0)

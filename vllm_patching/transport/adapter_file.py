@@ -1,8 +1,8 @@
 """Reading a LoRA adapter in PEFT's format, with every check that needs no model: what passes here
 can be served.
 
-The tensors of adapter_model.safetensors are read in one piece, so that a file of any number of
-tensors costs one read and one copy to a GPU.
+The tensors of adapter_model.safetensors are read in one piece. So a file of any number of tensors
+costs one read and one copy to a GPU.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ def open_adapter(folder: Path, geometry: Geometry, max_rank: int) -> AdapterFile
         max_rank: the largest rank that the server was started for.
 
     Raises:
-        AdapterError: a file is missing or unreadable; the rank is too large; a tensor has no place
-            in the model, is of another shape, or lacks its partner; a feature is used that is not
-            served.
+        AdapterError: a file is missing or unreadable; or the rank is too large. Or a tensor has no
+            place in the model, is of another shape, or lacks its partner. Or a feature is used that
+            is not served.
     """
     rank, scale = _read_config(folder / CONFIG_FILE, max_rank)
     header, described, num_bytes = _read_header(folder / WEIGHTS_FILE)

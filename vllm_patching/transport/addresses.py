@@ -93,7 +93,7 @@ def rendezvous_address(servers: Sequence[str] = ()) -> tuple[str, int]:
     """Return where servers and trainer meet: MASTER_ADDR and MASTER_PORT.
 
     Where MASTER_ADDR is not set, it is this machine's address on the way to the first server that
-    is elsewhere, and localhost if all are here. NUM_INFERENCE_NODES is the number of servers on
+    is elsewhere. It is localhost if all are here. NUM_INFERENCE_NODES is the number of servers on
     other machines to wait for. Under torchrun, which sets MASTER_ADDR and uses MASTER_PORT itself,
     a loopback address counts as not set, and the port is the one after that.
 
@@ -118,8 +118,9 @@ def rendezvous_address(servers: Sequence[str] = ()) -> tuple[str, int]:
         host = host or "localhost"
         if elsewhere:
             raise RendezvousError(
-                f"the vLLM server {elsewhere[0]} is on another machine, and MASTER_ADDR={host} means itself there; "
-                f"set MASTER_ADDR={own_address(elsewhere[0])}, this machine's address on the way to it, or leave it unset"
+                f"the vLLM server {elsewhere[0]} is on another machine, and MASTER_ADDR={host} "
+                f"means itself there. Set MASTER_ADDR={own_address(elsewhere[0])}, this machine's "
+                "address on the way to it, or leave it unset"
             )
         if int(nodes) > 0 and not servers:
             raise RendezvousError(
@@ -256,6 +257,7 @@ def _remedy(host: str, port: int) -> str:
     if is_loopback(host):
         return f"{host} is this machine itself: set MASTER_ADDR on the trainer to its machine's address, or leave it unset"
     return (
-        f"set MASTER_ADDR on the trainer to an address of its machine that this one reaches, and let this one in to its port "
-        f"{port} (MASTER_PORT) and to its ports for connections between processes"
+        "set MASTER_ADDR on the trainer to an address of its machine that this one reaches. Let "
+        f"this one in to its port {port} (MASTER_PORT) and to its ports for connections between "
+        "processes"
     )

@@ -3,12 +3,12 @@ it sends.
 
 - torch.distributed keeps one default group per process, and vLLM owns it. So lanes are built
   directly, on a store that the trainer hosts, each under a prefix of its own.
-- Each wait has a deadline, and a lane that is broken off waits for nothing in flight: NCCL is
+- Each wait has a deadline, and a lane that is broken off waits for nothing in flight. NCCL is
   aborted, and Gloo's rest ends in memory that nothing else uses.
-- A receiver on the sender's machine reads the sender's memory. In the host's memory that has no name
-  (memfd): another process opens it through /proc, and it ends with the last process that has it
-  mapped. On a GPU it is opened through CUDA IPC. Gloo then carries a few bytes for each bucket: its
-  place, and that it was taken.
+- A receiver on the sender's machine reads the sender's memory. In the host's memory that has no
+  name (memfd). Another process opens it through /proc, and it ends with the last process that has
+  it mapped. On a GPU it is opened through CUDA IPC. Gloo then carries a few bytes for each bucket:
+  its place, and that it was taken.
 - To form a lane, each receiver announces itself at the sender's store, waits for the sender's word
   that all have come, and connects.
 """
@@ -71,7 +71,7 @@ def close_lanes(lanes: Collection[Lane]) -> None:
     """Close lanes of one process, and wait until they are off the GPU, at most 10 seconds.
 
     All of them are aborted at the same time. An abort frees memory, which waits for all kernels of
-    the GPU, and the kernel of another lane may wait for a stopped member until its own abort.
+    the GPU. The kernel of another lane may wait for a stopped member until its own abort.
     """
     for lane in lanes:
         lane.close()
@@ -454,8 +454,8 @@ class OfferedMemory:
             device: where the receiver copies it to.
 
         Raises:
-            OSError: it is not to be had here: the sender is on another machine or another user's,
-                or has ended, or it is a GPU's and this process does not see that.
+            OSError: it is not to be had here. The sender is on another machine or another user's,
+                or has ended. Or it is a GPU's and this process does not see that.
         """
         told = json.loads(offer or "{}")
         # Memory that a GPU copies from stays open for as long as the lane is there: to open it
@@ -771,8 +771,8 @@ def form_lanes(
 ) -> list[Lane]:
     """Form a process's lanes within a deadline; see `form_lane` and `in_time`.
 
-    NCCL's one after the other, in the order of cohorts and lanes that every process keeps: two that
-    are formed at the same time on a GPU may each wait for what the other holds there.
+    NCCL's one after the other, in the order of cohorts and lanes that every process keeps. Two that
+    are formed at the same time on a GPU may each wait for the other's resources.
     """
     works = [partial(form_lane, place, device, timeout, seconds, memory) for place in places]
     return in_time(

@@ -561,10 +561,10 @@ class PeerWatch:
 
 @contextmanager
 def quiet_nccl_watchdog() -> Iterator[None]:
-    """Make a group whose watchdog reports nothing and ends nothing: by default it aborts the whole
-    process, vLLM's worker, when an operation takes too long, and the first group of a process
-    writes a stack to its log each second once the trainer that holds the store has ended. The
-    deadlines are ours.
+    """Make a group whose watchdog reports nothing and ends nothing. By default it aborts the whole
+    process, vLLM's worker, when an operation takes too long. The first group of a process writes a
+    stack to its log each second once the trainer that holds the store has ended. The deadlines are
+    ours.
     """
     # The environment is the whole process's, and lanes are formed side by side.
     with _environment:

@@ -1,6 +1,6 @@
 """Single copy: one allocation of the weights that vLLM reads and the trainer writes.
 
-On a CPU the weights move into a file in shared memory that both processes map; on a GPU they stay
+On a CPU the weights move into a file in shared memory that both processes map. On a GPU they stay
 where vLLM put them and the trainer opens them through CUDA IPC. Either way a handle is plain JSON,
 so nothing is ever unpickled.
 """
@@ -228,7 +228,7 @@ def reached_in_time(event: torch.cuda.Event, seconds: float) -> bool:
     """Return whether the GPU reaches another process's last event within that time.
 
     A GPU made to wait for the event itself waits for ever if that process is killed before the GPU
-    comes there, and a process that synchronises with it hangs too. So the host polls, and can stop.
+    comes there. A process that synchronises with it hangs too. So the host polls, and can stop.
 
     Raises:
         SharedMemoryError: the event can no longer be asked, as when its process has ended.

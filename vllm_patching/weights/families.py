@@ -592,8 +592,8 @@ def refuse_rope(kind: str, where: str) -> None:
     """Raise UnsupportedModel if vLLM and transformers rotate the same sequence differently."""
     if kind == "longrope":
         raise UnsupportedModel(
-            f"{where}: rope scaling 'longrope' is not supported, since vLLM chooses its factors by "
-            "--max-model-len and transformers by the batch; take a model without it, such as "
+            f"{where}: rope scaling 'longrope' is not supported, since vLLM chooses its factors "
+            "by --max-model-len and transformers by the batch. Take a model without it, such as "
             "microsoft/phi-4"
         )
 
@@ -895,8 +895,8 @@ order of the forward pass. A fused tensor is adapted as a whole, under its own n
 
 
 def adapted_projections(geometry: Geometry, targets: Collection[str]) -> tuple[str, ...]:
-    """The model's own names of the projections `targets`, in the order of the forward pass: a fused
-    tensor if any of its projections is among them.
+    """The model's own names of the projections `targets`, in the order of the forward pass. A fused
+    tensor is named if any of its projections is among them.
     """
     own = [t.projection for p in parameters(geometry).values() if p.adapted for t in p.tensors]
     return tuple(

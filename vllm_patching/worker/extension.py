@@ -1,7 +1,7 @@
 """The bridge's methods in each vLLM worker, called on its main thread through collective_rpc.
 
 vLLM imports this module in the worker before it builds the model and adds the class to the worker's
-bases, so every method is prefixed: the names share one space with vLLM's own.
+bases. So every method is prefixed: the names share one space with vLLM's own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The layout of a model that has no row in the table of families, learned from vLLM's own loader.
 
-Before vLLM processes the weights that it has loaded, its loader runs once more with tensors that
+Before vLLM processes the weights that it has loaded, its loader runs once more. Its tensors then
 have the checkpoint's names and shapes and no data (`copy_recorder`). From the recorded copies
 follows the part of each parameter that each checkpoint tensor fills. Every element of every
 parameter must be filled exactly once; padding that the loader fills with zeros is excepted.

@@ -2,7 +2,7 @@
 two model steps.
 
 vLLM imports this module in the worker before it builds the model and adds the class to the worker's
-bases, so every method is prefixed: the names share one space with vLLM's own.
+bases. So every method is prefixed: the names share one space with vLLM's own.
 """
 
 from __future__ import annotations

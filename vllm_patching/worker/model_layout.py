@@ -68,7 +68,7 @@ _learned: WeakKeyDictionary[nn.Module, _Learned] = WeakKeyDictionary()
 def learn_while_loading(model: nn.Module, model_config: Any) -> Iterator[None]:
     """Learn the layout of a model without a row in the table, around vLLM's processing of it.
 
-    The layout of a mixture of experts with a row is planned, and checked here: some of vLLM's
+    The layout of a mixture of experts with a row is planned, and checked here. Some of vLLM's
     kernels swap, pad or pack the weights of experts. See compat.model_loading.watch_processing.
     """
     if is_planned(model_config.hf_config):

@@ -179,8 +179,8 @@ class ReceivingCohort:
         lost: Callable[[], str],
         told: Callable[[int, bool], None],
     ) -> None:
-        """Through memory that is not the target's: what Gloo brings comes there first, since what
-        is broken off may still be written to, and what the sender offers lies there.
+        """Through memory that is not the target's. Gloo's bytes come there first, since a
+        broken-off transfer may still write. The sender's offered memory lies there too.
         """
         largest = max((bucket.num_bytes for bucket in target.buckets), default=0)
         free: list[torch.Tensor] = []

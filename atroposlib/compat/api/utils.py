@@ -69,9 +69,9 @@ def grab_batch_with_minimum_allocations(
             are scaled down to 1. An environment that is not connected reserves nothing.
 
     Returns:
-        The batch, reserved groups first, and what remains; None and the whole queue if an
-        environment that reserves at least one sequence has no groups of one size that fill the
-        largest group's size, or no choice adds up exactly.
+        The batch, reserved groups first, and the groups that remain. None and the whole queue if no
+        choice adds up exactly. The same holds if an environment that reserves sequences has no
+        groups of one size that fill the largest group's size.
     """
     shares: dict[Any, float] = {}
     for index, config in enumerate(env_configs):

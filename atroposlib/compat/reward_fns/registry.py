@@ -340,7 +340,7 @@ class CombinedReward(RewardFunction):
     Args:
         rewards: names or configurations, as `registry.create` takes them.
         normalization: "none"; "sum", divided by the sum of the weights; or "minmax", stretched over
-            0 to 1 within each call (left as it is where all are equal).
+            0 to 1 within each call. Equal rewards stay as they are under "minmax".
         weight: factor of the whole.
     """
 

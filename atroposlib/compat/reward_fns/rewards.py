@@ -363,10 +363,10 @@ def repeated(items: Sequence[Any]) -> float:
 class RepetitionPenaltyReward(TextReward):
     """Between -1 (repeats itself all the time) and 0 (does not).
 
-    Four shares between 0 and 1 are measured: of words (without stopwords) and phrases of three
-    words that were there before, of sentences that are the same as the one before, and of sentences
-    that begin as an earlier one does. Shares above the threshold are weighted and added. Paragraphs
-    that are there twice cost `paragraph_repetition_base_penalty` times their share.
+    Four shares between 0 and 1 are measured. Two are of words (without stopwords) and of phrases of
+    three words that were there before. Two are of sentences: equal to the one before, or with the
+    beginning of an earlier one. Shares above the threshold are weighted and added. Paragraphs that
+    are there twice cost `paragraph_repetition_base_penalty` times their share.
 
     Args:
         threshold: shares up to this cost nothing.

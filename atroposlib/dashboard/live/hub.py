@@ -5,8 +5,8 @@ disconnects is forgotten. A page that does not read is closed in three cases:
 
 * SEND_SECONDS have passed and the connection holds no more bytes,
 * too many messages wait for it,
-* STREAM_SECONDS have passed. Every page then opens a new stream, because little data fits into the
-  connection's buffers, so that a page which reads nothing is not noticed before.
+* STREAM_SECONDS have passed. Every page then opens a new stream. Little data fits into the
+  connection's buffers, so a page that reads nothing is noticed only then.
 """
 
 from __future__ import annotations

@@ -360,9 +360,9 @@ class ServerWatch:
             return
         self._reported_without_key.add(server)
         logger.warning(
-            "vLLM server %s requires its key, which is sent only to servers that the options name: the "
-            "page shows no bridge state of it; if the server is yours, start this service with "
-            "--vllm-server %s",
+            "vLLM server %s requires its key, which is sent only to servers that the options "
+            "name. The page shows no bridge state of it. If the server is yours, start this "
+            "service with --vllm-server %s",
             server,
             server,
         )

@@ -3,8 +3,8 @@ the oldest groups are removed first.
 
 The run does not need it: its writer may be killed at any time, and loses the last moment then. A
 rollout has a row of numbers, its text for the search, and the trainer's report of its tokens. Its
-group has the body as it was posted. A list in any order walks along one index for each environment,
-so a page of it takes the same time for any number of rollouts.
+group has the body as it was posted. A list in any order walks along one index for each environment.
+So a page of it takes the same time for any number of rollouts.
 """
 
 from __future__ import annotations
@@ -657,8 +657,8 @@ class Archive:
     @_reads
     def parity(self) -> dict[str, Any] | None:
         """Return the comparison of tokens: `compared`, `mismatched`, `older`, the `kernels` of both
-        sides, and `first`, the first token that differed, with `group`, its group in the archive.
-        None if nothing was compared.
+        sides, and `first`. That is the first token that differed, with `group`, its group in the
+        archive. None if nothing was compared.
         """
         facts: dict[str, Any] = {
             name: orjson.loads(value)

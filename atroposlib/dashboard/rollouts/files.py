@@ -70,8 +70,9 @@ class OpenArchives:
         stamp = _stamp(files.groups)
         if not stamp:
             raise NoSuchError(
-                f"no rollouts are kept of {files.name}: the service keeps them in {ARCHIVE} from the first group on, unless "
-                "--keep-rollouts is 0; an environment writes them with --env.data_path_to_save_groups FILE"
+                f"no rollouts are kept of {files.name}: the service keeps them in {ARCHIVE} from "
+                "the first group on, unless --keep-rollouts is 0. An environment writes them "
+                "with --env.data_path_to_save_groups FILE"
             )
         paths = [path for path, _ in stamp]
         groups = self._opened(stamp, GroupFiles, lambda: GroupFiles(paths, self._tokenizer))

@@ -45,14 +45,12 @@ def transcript(
     torn.
 
     Returns:
-        length: of the whole rollout, in tokens. begin, end: what this is of. runs: `given`,
-        `begin`, `end`, `tags` of who speaks, and `pieces`, [text, number of tokens] each. Runs that
-        began
-            earlier are cut to begin at `begin`, without tags.
-        columns: [end - begin] of each token, null where not known: `token`, its id; `logprob` under
-        the sampler; `trainer`,
-            under the trainer's weights; `entropy`; `advantage`; `version` of the weights that
-            sampled it.
+        length: of the whole rollout, in tokens. begin, end: the range that this covers. `runs` has
+        `given`, `begin`, `end`, `tags` of who speaks, and `pieces`, [text, number of tokens] each.
+        Runs that began earlier are cut to begin at `begin`, without tags.
+        columns: [end - begin] of each token, null where not known. `token`: its id; `logprob` under
+        the sampler; `trainer`, under the trainer's weights; `entropy`; `advantage`; `version` of
+        the weights that sampled it.
         boundaries: [position, version] of tokens at which the weights changed, in the whole
         rollout.
     """

@@ -160,7 +160,7 @@ class Columns:
         return np.flatnonzero(np.isfinite(column[: self._kept]))
 
     def totals(self, names: Sequence[str]) -> list[float] | None:
-        """Return the sums of columns, over the rows that have a figure in each of them; None if
+        """Return the sums of columns, over the rows that have a figure in each of them. None if
         there is no such row, or if rows were removed.
         """
         columns = [

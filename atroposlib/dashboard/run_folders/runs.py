@@ -1,5 +1,5 @@
-"""The runs that the page can show: their files in folders, one run with its figures, evaluations and
-events, and the few that are held in memory.
+"""The runs that the page can show. They are files in folders; a run has figures, evaluations and
+events, and a few runs are held in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// One chart over steps: lines of one or several runs, or a stacked band, drawn by uPlot, with a legend that reads the values out at the
+// One chart over steps: lines of one or several runs, or a stacked band, drawn by uPlot. It has a legend that reads the values out at the
 // cursor, events on its axis, and buttons that save it. `Desk` has what all charts of a page share (zoom, smoothing, cursor, events).
 
 import { colour, h, replace, withCode } from "./dom.js";
@@ -49,8 +49,8 @@ export class Desk {
 /**
  * A chart in a figure of its own.
  *
- * `spec`: {id, title, unit, lines: [{name, label}], band: stacked or not, log: may be shown by powers of ten, fromZero, form: number to
- * text, empty: the text while there is nothing}.
+ * `spec`: {id, title, unit, lines: [{name, label}], band, log, fromZero, form, empty}. Its `band`: stacked or not. `log`: may be shown by
+ * powers of ten. `form`: number to text. `empty`: the text while there is nothing.
  */
 export class Chart {
   constructor(desk, spec) {

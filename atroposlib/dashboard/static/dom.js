@@ -1,5 +1,5 @@
-// Elements from data. Text is always set as text: nothing that a model or an environment wrote is ever parsed as HTML, and what cannot be
-// seen in it, or would turn the order of a line, is shown as a sign.
+// Elements from data. Text is always set as text: nothing that a model or an environment wrote is ever parsed as HTML. A character that
+// cannot be seen in it, or would turn the order of a line, is shown as a sign.
 
 import { visible } from "./visible.js";
 
@@ -13,7 +13,7 @@ export function $(id) {
 /**
  * A new element.
  *
- * `attributes`: names as in HTML; `onX` adds a listener, `class`, `data-…` and `aria-…` work as they are, `style` is an object that is
+ * `attributes`: names as in HTML. `onX` adds a listener. `class`, `data-…` and `aria-…` work as they are. `style` is an object that is
  * set through CSSOM (the page's policy refuses style attributes). True is an empty attribute; false, null and undefined leave it out.
  * `children`: elements, texts, numbers, lists of those; null and false are left out.
  */
@@ -36,7 +36,7 @@ export function replace(element, ...children) {
 const shown = new WeakMap();
 
 /**
- * Fill an element with what `make()` gives, if `what` (the shown data) is other than the last time: a text that a person has
+ * Fill an element with what `make()` gives, if `what` (the shown data) is other than the last time. A text that a person has
  * selected, or that is being read out, is left alone while nothing of it changes.
  */
 export function renew(element, what, make) {
@@ -88,8 +88,8 @@ export function withCode(text) {
 }
 
 /**
- * The list of an element brought up to date: one child for each item, kept where its key is the same, so that focus, selection and open
- * details survive an update.
+ * The list of an element brought up to date, with one child for each item. A child is kept where its key is the same, so that focus,
+ * selection and open details survive an update.
  *
  * `make(item)` gives a new element, `update(element, item)` fills it.
  */

@@ -141,7 +141,7 @@ function isAccuracy(name) {
 /**
  * Evaluations, and what environments count of their own rollouts, on one axis: the weight version that was measured.
  *
- * Returns {columns, lines}: columns as `columnsOf` gives them, lines for the chart; of an evaluation's numbers the accuracies
+ * Returns {columns, lines}: columns as `columnsOf` gives them, lines for the chart. The numbers of an evaluation are its accuracies
  * by their names, or all if there are none.
  */
 export function accuracyOf(run, evaluations, columns) {

@@ -17,8 +17,8 @@ let heard = 0;
 let greeting = null;
 
 /**
- * Listen to a kind of event: a kind of the contract, or
- *   `connected`: {…hello}, at the start and after every reconnect: ask for everything again;
+ * Listen to a kind of event: a kind of the contract, or one of these.
+ *   `connected`: {…hello}, at the start and after every reconnect: ask for everything again.
  *   `state`: "connecting", "live", "lost", "full" while too many pages are open, or "offline" where the page is of files.
  */
 export function on(kind, listener) {

@@ -316,7 +316,7 @@ live.on("rows", async (message) => {
       Object.assign(run.newest, Object.fromEntries(Object.entries(row).filter(([, value]) => typeof value === "number")), { step: run.lastStep });
     }
   }
-  // A figure that no row had before needs a column of its own: all of them in a page that was opened before the first step.
+  // A figure that no row had before needs a column of its own. That is each of them in a page that was opened before the first step.
   const known = new Set(run?.names);
   const more = (message.new ?? []).some((row) => Object.entries(row).some(([name, value]) => typeof value === "number" && name !== "step" && !known.has(name)));
   const past = run?.ranged && page.range === null && message.new !== null && message.generation === run.columns.generation;

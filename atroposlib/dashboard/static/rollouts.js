@@ -67,7 +67,7 @@ function nothing({ sort, text }, total) {
   return text ? "No rollout has this text." : "No rollout is like this.";
 }
 
-/** Ask for a page of the list; of a search, which answers with what it has found by then, until it is full, at its end or stopped. */
+/** Ask for a page of the list. A search answers with what it has found by then. Ask it until the page is full, it ends or is stopped. */
 async function ask(from = null) {
   const mine = ++asking;
   const query = wanted();

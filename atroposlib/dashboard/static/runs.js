@@ -1,8 +1,8 @@
 // Which runs a list shows, and in what order. Pure.
 
 /**
- * Runs whose name, model or folder has every word of `filter`, in the order of `by`: names from a to z, numbers from the highest, unknown
- * values last. The live run comes first, always.
+ * Runs whose name, model or folder has every word of `filter`, in the order of `by`. Names go from a to z, numbers from the highest,
+ * unknown values last. The live run comes first, always.
  */
 export function order(runs, filter, by) {
   const asked = filter.toLowerCase().split(/\s+/).filter(Boolean);

@@ -17,11 +17,11 @@ export function columnsOf(answer) {
 
 /**
  * Append new rows of metrics.jsonl to columns, in place: each is a point of its own, also where those before stand for several rows. A row
- * of a step that is there already adds values that were not known: the step came with an answer to the page before, or the environment has
+ * of a step that is there already adds values that were not known. The step came with an answer to the page before, or the environment has
  * sent the values since.
  *
- * Returns whether they could be: not where the file was begun again, where a step does not follow, or where there would be more than `most`
- * points, and it is time to ask for fewer.
+ * Returns whether they could be appended. They cannot if the file was begun again or a step does not follow. Nor if there were more than
+ * `most` points: then it is time to ask for fewer.
  */
 export function appendRows(columns, message, most = Infinity) {
   if (message.generation !== columns.generation || message.new === null || columns.step.length + message.new.length > most) {
@@ -77,8 +77,8 @@ export function smoothed(values, weight) {
 /**
  * Several lines, each with steps of its own, on one axis.
  *
- * `lines`: [{step, values}, …]. Returns [steps of all, values of line 1, …]: undefined where a line has no such step (a chart draws on
- * through it), null where its value is not known (a gap).
+ * `lines`: [{step, values}, …]. Returns [steps of all, values of line 1, …]. A value is undefined where a line has no such step (a chart
+ * draws on through it). It is null where its value is not known (a gap).
  */
 export function onOneAxis(lines) {
   const steps = [...new Set(lines.flatMap((line) => line.step))].sort((a, b) => a - b);

@@ -10,8 +10,8 @@ const QUIET = 5; // seconds; asking is their habit
 /**
  * The picture's contents, from `GET /ui/api/stack`. Pure.
  *
- * Returns boxes by their place in the picture: {id, name, title, state, `said`, facts: [[what, value], …], parts: boxes inside}, and the
- * texts of the arrows between them. `now`: Unix time, for how long ago the last sign of a process was.
+ * Returns boxes by their place in the picture: {id, name, title, state, `said`, facts: [[what, value], …], parts: boxes inside}. They come
+ * with the texts of the arrows between them. `now`: Unix time, for how long ago the last sign of a process was.
  */
 export function pictureOf(stack, now = stack.time) {
   const faulty = new Set(stack.faults.filter((fault) => fault.severity === "error").map((fault) => fault.part));

@@ -215,7 +215,7 @@ def known_keys(
         names: the known keys.
         where: the place of the table, for messages.
         cutoff: keys that are less like a known key than this (difflib's ratio) are left out with a
-            warning, because files written for Atropos have such keys. None: each is an error.
+            warning. Files written for Atropos have such keys. None: each is an error.
 
     Raises:
         UsageError: it is not a table, or has an unknown key.

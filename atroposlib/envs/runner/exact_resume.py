@@ -37,12 +37,12 @@ class ResumeWindow:
 
         Args:
             position: `life`, which changes when the trainer starts again at another step; `begin`,
-                the first item that is in no batch yet; `settled`, later items whose groups the
-                service holds; `version`, the version of the trainer's weights.
+                the first item that is in no batch yet. Also `settled`, later items whose groups the
+                service holds, and `version`, the version of the trainer's weights.
 
         Returns:
             True if the window has changed. The caller then stops all items in work, and nothing of
-            them counts: an item without a group under the old weights may give one under the new
+            them counts. An item without a group under the old weights may give one under the new
             weights.
         """
         changed = (position["life"], position["begin"]) != (self.life, self.first)

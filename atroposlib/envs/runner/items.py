@@ -298,9 +298,9 @@ def say_that_sampling_differs() -> None:
 def say_that_experts_are_left_out() -> None:
     """Log it once for each process."""
     logger.warning(
-        "a group is posted without routed_experts, although a server answered with them, and a "
-        "trainer with --router-replay leaves it out: if the environment makes its groups by hand, "
-        "give them sequence_fields(nodes). Logged once"
+        "a group is posted without routed_experts, although a server answered with them. A "
+        "trainer with --router-replay leaves it out. If the environment makes its groups by "
+        "hand, give them sequence_fields(nodes). Logged once"
     )
 
 

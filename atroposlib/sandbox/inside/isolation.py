@@ -49,8 +49,8 @@ FORBIDDEN: Numbers = {
     "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None), "ioperm": (173, None),
     "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
     # Memory that belongs to no process, so that adding up the processes does not show it. A page
-    # that is spliced stays in a pipe or a socket after its file was emptied, and one byte of it
-    # costs a whole page.
+    # that is spliced stays in a pipe or a socket after its file was emptied. One byte of it costs a
+    # whole page.
     "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75), "sendfile": (40, 71), "setsockopt": (54, 208),
     "remap_file_pages": (216, 234), "io_setup": (206, 0), "landlock_create_ruleset": (444, 444),
     "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
@@ -291,7 +291,7 @@ def unshare(flags: int) -> None:
 def fork_into(flags: int) -> int:
     """Fork a process that is the first of new namespaces; `unshare` would need one more in between.
 
-    Only for a process of one thread, whose child forks again before it runs any code of others:
+    Only for a process of one thread, whose child forks again before it runs any code of others.
     Python and the C library do not learn that this is a new process.
     """
     number = ctypes.c_long(SYSCALLS[os.uname().machine]["clone"])

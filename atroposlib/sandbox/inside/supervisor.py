@@ -55,7 +55,7 @@ class Memory:
         """Return the bytes in use now. Pages that several processes share count once for each of
         them.
 
-        The records of mappings are left out for the largest process: a program of one process near
+        The records of mappings are left out for the largest process. A program of one process near
         its limit gets a `MemoryError`, and is not ended.
         """
         processes = [self._of_process(name) for name in self._names()]
@@ -175,8 +175,9 @@ def bytes_of(status: bytes) -> tuple[int, int] | None:
 
 MODES = ("users", "user_namespace", "restricted")
 """Ways to hold programs, the best first: namespaces made by root, each program with a user id of
-its own; namespaces in a user namespace, which ordinary users may make; or without namespaces, by
-Landlock and seccomp."""
+its own. Next come namespaces in a user namespace, which ordinary users may make. The last way is
+without namespaces, by Landlock and seccomp.
+"""
 LOOK_SECONDS = 0.01
 """Seconds between two sums of the memory of a program's processes."""
 LOCKS_SECONDS = 1.0
@@ -348,7 +349,7 @@ def watch(
     started.
 
     Returns:
-        What ended it, as `atroposlib.sandbox.local` reads it.
+        The cause of its end, as `atroposlib.sandbox.local` reads it.
     """
     memory = memory_of(order, mode)
     isolation.prctl(isolation.PR_SET_DUMPABLE, 0)

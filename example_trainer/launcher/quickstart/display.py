@@ -89,11 +89,12 @@ def number(step: Step, key: str) -> float | None:
 def sampled(environment: list[Step]) -> list[Step]:
     """Return the environment's lines as steps to plot, over every answer that was sampled.
 
-    A step has the reward (+1 for a right answer, -1 for a wrong one), the response length, and the
-    use of tools if there are any. The environment may drop groups whose answers are all right.
-    Rewards in the trainer's own metrics then stay near the middle while the model gets better.
+    A step has the reward (+1 for a right answer, -1 for a wrong one) and the response length. It
+    has the use of tools if there are any. The environment may drop groups whose answers are all
+    right. Rewards in the trainer's own metrics then stay near the middle while the model gets
+    better.
 
-    If several lines have the same step, only the first counts: at the end of a run, the environment
+    If several lines have the same step, only the first counts. At the end of a run, the environment
     reports the few answers that came after the trainer's last batch.
     """
     steps: list[Step] = []
@@ -139,8 +140,8 @@ def columns(tools: bool) -> tuple[str, ...]:
 def cells(step: Step, tools: bool = False) -> tuple[str, ...]:
     """One line of metrics as text, in the order of the columns; a missing value is a dash.
 
-    `solved` is the share of right answers among all that were sampled; the trainer's own reward is
-    over the groups that it trained on, which are those with something to learn from.
+    `solved` is the share of right answers among all that were sampled. The trainer's own reward is
+    over the groups that it trained on: they have something to learn from.
     """
 
     def text(key: str, form: str) -> str:

@@ -19,10 +19,11 @@ from example_trainer.launcher.starter_models import (
 )
 
 KEEPS_EQUAL_SCORES = frozenset({"arithmetic"})
-"""Environments whose groups of equal scores are trained on too, though they teach nothing: once the
-task is nearly solved most groups are such, and to replace them took more sampling than all the
-rest. The calculator's model begins with next to nothing right, and would have batches with nothing
-to learn from."""
+"""Environments whose groups of equal scores are trained on too, though they teach nothing. Once the
+task is nearly solved most groups are such. To replace them took more sampling than all the rest.
+The calculator's model begins with next to nothing right, and would have batches with nothing to
+learn from.
+"""
 
 
 GPU_SHARES = {"single-copy": roles.GPU_SHARE_BESIDE_TRAINER, "broadcast": 0.85}
@@ -107,7 +108,7 @@ class Plan:
         """The inference server, its weights shared with the trainer."""
         options, share = self.options, None
         # Half of the cores: a small model's steps cost more processor time on several threads than
-        # on one, and the trainer and the processes between them need some too.
+        # on one. The trainer and the processes between them need some too.
         variables = self._variables(options.gpus[:1], max(1, roles.cores() // 2))
         variables["VLLM_NO_USAGE_STATS"] = "1"
         if options.gpus:

@@ -1,7 +1,7 @@
 """Adapters on the decoder's merged projections.
 
-The decoder keeps [q; k; v] in one matrix and [gate; up] in another, as vLLM does, while an adapter
-in PEFT's format belongs to one projection: it is added to that projection's slice of the merged
+The decoder keeps [q; k; v] in one matrix and [gate; up] in another, as vLLM does. An adapter in
+PEFT's format belongs to one projection: it is added to that projection's slice of the merged
 output.
 """
 

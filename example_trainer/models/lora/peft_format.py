@@ -1,7 +1,7 @@
 """Adapters in the format of PEFT: a folder with adapter_config.json and adapter_model.safetensors.
 
-The file is written after every optimizer step: its header does not change, and its data is one
-contiguous tensor that leaves a GPU in one copy. safetensors, PEFT and vLLM read it like any other.
+The file is written after every optimizer step. Its header does not change, and its data is one
+contiguous tensor that leaves a GPU in one copy. PEFT, vLLM and safetensors read it like any other.
 """
 
 from __future__ import annotations

@@ -339,8 +339,8 @@ def experts(
     split: Split | None = None,
     parts: int = 1,
 ) -> Tensor:
-    """See Operations.experts. By PyTorch's grouped product where it has a kernel, which is from
-    Hopper on and for sizes that are multiples of 8; else one expert after the other.
+    """See Operations.experts. By PyTorch's grouped product where it has a kernel: from Hopper on
+    and for sizes that are multiples of 8. Elsewhere one expert comes after the other.
     """
     aligned = all(size % 8 == 0 for size in down.shape[1:])
     if torch.cuda.get_device_capability(x.device)[0] < 9 or not aligned:

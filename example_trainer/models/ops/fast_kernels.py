@@ -2,8 +2,8 @@
 end.
 
 A decoder's matrix products run at the card's arithmetic rate; everything between them is bound by
-memory. So what stands between two products is one kernel in each direction: residual sum with norm,
-norms of heads with their rotation, the gated product, the softmax over the vocabulary.
+memory. So between two products there is one kernel in each direction. The kernels are: residual sum
+with norm, norms of heads with their rotation, the gated product, the softmax over the vocabulary.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -3,12 +3,12 @@ with it.
 
 The sources in vLLM 0.26 and 0.33, whose kernel is the same, fix the order of sums:
 
-* A program owns a block of 128 keys of one query head and keeps its dk and dv in registers, adding
+* A program owns a block of 128 keys of one query head and keeps its dk and dv in registers. It adds
   block after block of queries, the earliest first.
-* Programs add to `dq` in float32, and to `dk` and `dv` where query heads share a key head. A counter
-  for each block of each sequence and head lets them in one after the other: to `dq` from the last
-  block of keys that its queries see to the first, to `dk` and `dv` from a group's first query head
-  to its last. Adding begins at zero.
+* Programs add to `dq` in float32, and to `dk` and `dv` where query heads share a key head. A
+  counter for each block of each sequence and head lets them in one after the other. For `dq` the
+  order is from the last block of keys that its queries see to the first. For `dk` and `dv` it is
+  from a group's first query head to its last. Adding begins at zero.
 * Blocks are counted from the beginning of each sequence, and their sizes depend on the width alone.
   Rows of the next sequence in a sequence's last block get probability zero.
 

@@ -138,13 +138,13 @@ def row_linear(
 ) -> Tensor:
     """See Operations.row_linear.
 
-    Forward: each rank computes its share of the parts, all ranks' parts are gathered in the order
+    Forward: each rank computes its share of the parts. All ranks' parts are gathered in the order
     of the ranks, and every rank adds all of them. The bits equal vLLM's with `parts`
     tensor-parallel ranks, for every number of trainer ranks that divides `parts`.
 
     Backward: each part gets the gradient of the sum, as if nothing were rounded. The gradient of x
-    is then one product over all columns of this rank, and so is that of the weight: they are
-    computed as in `linear`, exactly repeatable, and independent of `parts`. The weight gradient of
+    is then one product over all columns of this rank, and so is that of the weight. Both are
+    computed as in `linear`: exactly repeatable, and independent of `parts`. The weight gradient of
     a column does not depend on the number of trainer ranks.
 
     Raises:
@@ -453,8 +453,8 @@ class _ChosenLogprobs(torch.autograd.Function):
     of tiles.
 
     Ranks that split the rows of the matrix gather their logits, as vLLM's ranks do, and each takes
-    the same sums of whole rows. In the backward pass each makes the slopes of its own columns, and
-    the gradients of the states are added in the order of the ranks.
+    the same sums of whole rows. In the backward pass each makes the slopes of its own columns. The
+    gradients of the states are added in the order of the ranks.
     """
 
     @staticmethod
@@ -578,8 +578,8 @@ def chosen_logprobs(
     """See Operations.chosen_logprobs; logits in the model's dtype, then float32. Not given counts:
     one sequence.
 
-    This does not wait for temperatures on a GPU: the packing of a batch refuses temperatures other
-    than 1, and one that comes here anyway makes its token's logprob NaN.
+    This does not wait for temperatures on a GPU. The packing of a batch refuses temperatures other
+    than 1. Such a temperature that comes here anyway makes its token's logprob NaN.
 
     Raises:
         ValueError: a temperature other than 1, whose logprobs vLLM computes in another way.

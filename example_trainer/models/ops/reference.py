@@ -250,7 +250,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 
 def _mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
     """[queries, keys] where the last query sees every key in its window, the one before it one key
-    earlier, and so on; None if causal attention has this mask itself."""
+    earlier, and so on. None if causal attention has this mask itself.
+    """
     before = len(k) - len(q)
     hides = window is not None and window < len(k)
     if not before and not hides:

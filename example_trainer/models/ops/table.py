@@ -6,9 +6,9 @@ kind of arithmetic.
     invariant   vLLM's own kernels forward, sums in a fixed order backward: the bits of the sampler
 
 Each table is a module with the functions of `Operations`. All have in common: tokens of all spans
-are packed into the first dimension; `packing` has the places of the spans; heads come before the
+are packed into the first dimension. `packing` has the places of the spans; heads come before the
 head's dimension. With a `total` the gradient of a weight is added to that float32 sum and autograd
-gets none; without one it goes autograd's way, in the weight's dtype.
+gets none. Without one it goes autograd's way, in the weight's dtype.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ class Operations(Protocol):
         """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] of qkv
         [tokens, all three].
 
-        Queries and keys are normalised if there are `norms`: head by head by weights [head_dim], or
-        all heads at once by weights of all their dimensions. Then pairs (i, i + rotary_dim/2) are
-        rotated by their positions (RoFormer, arXiv:2104.09864). Dimensions of a head behind
-        rotary_dim stay as they are.
+        Queries and keys are normalised if there are `norms`. They are normalised head by head by
+        weights [head_dim], or all heads at once by weights of all their dimensions. Then pairs (i,
+        i + rotary_dim/2) are rotated by their positions (RoFormer, arXiv:2104.09864). Dimensions of
+        a head behind rotary_dim stay as they are.
 
         Args:
             rotary: [positions, rotary_dim], cosines then sines, in the model's dtype.

@@ -2,8 +2,8 @@
 floating dtype.
 
 Sums over tokens are taken sequence by sequence, in order, each into what the accumulator held
-before: what a sequence is packed with changes no bit. Slices are copied first, because libraries
-also look at how memory is aligned.
+before. So the rest of a bin changes no bit of a sequence. Slices are copied first, because
+libraries also look at how memory is aligned.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class AttentionBlocks:
 def attention_blocks(dtype: torch.dtype, padded: int) -> tuple[AttentionBlocks, AttentionBlocks]:
     """Choose the blocks of dq, and the blocks of dk and dv, for a width.
 
-    Measured on an H200 at widths of 64 and 128, with 64 queries and keys: more warps, or more
+    Measured on an H200 at widths of 64 and 128, with 64 queries and keys. More warps, or more
     stages in flight, take twice as long. In float32 a block of 64 would not fit into shared memory.
     """
     size = TILE // 2 if dtype == torch.float32 else TILE

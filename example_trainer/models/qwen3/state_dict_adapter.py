@@ -69,9 +69,9 @@ class Qwen3StateDictAdapter:
             strict: also refuse a projection that lacks a part.
 
         Raises:
-            ModelError: no name is known; a merged projection lacks a part; the shapes do not fit;
-                the model is not tied and has an embedding alone; it is tied and the two matrices
-                differ.
+            ModelError: no name is known; a merged projection lacks a part; the shapes do not fit.
+                Or the model is not tied and has an embedding alone; or it is tied and the two
+                matrices differ.
         """
         named = {_known_name(name): tensor for name, tensor in state_dict.items()}
         parts = {part.name: part for parts in self._plan.values() for part in parts}

@@ -102,7 +102,7 @@ def test_lines_of_other_programs_are_passed_over(
 
 def test_an_item_has_one_name_in_every_run() -> None:
     assert item_key(("word", 3)) == item_key(("word", 3)) != item_key(("word", 4))
-    with pytest.raises(EnvironmentFailure, match=r"define item_key\(item\)"):
+    with pytest.raises(EnvironmentFailure, match=r"Define item_key\(item\)"):
         item_key(object())
 
 

@@ -408,7 +408,7 @@ def test_a_conversation_with_a_turn_without_experts_has_none(
             (node,) = turn(tracker, text, answer)
     assert "routed_experts" not in sequence_fields([node])
     assert "only some of its turns" in caplog.text
-    assert "start every vLLM server with --enable-return-routed-experts" in caplog.text
+    assert "Start every vLLM server with --enable-return-routed-experts" in caplog.text
 
 
 def test_experts_of_other_tokens_or_models_are_refused() -> None:

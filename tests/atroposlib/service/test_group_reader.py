@@ -118,7 +118,7 @@ def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_read()
 
     async def test() -> None:
         with pytest.raises(
-            TooComplexError, match=r"more than 276 MiB of memory.*post fewer groups at once"
+            TooComplexError, match=r"more than 276 MiB of memory.*Post fewer groups at once"
         ):
             await reader.read(lists, many=False)
         assert len(await reader.read(large(), many=False)) == 1

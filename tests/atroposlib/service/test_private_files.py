@@ -98,7 +98,7 @@ def test_nothing_is_accepted_into_a_file_that_lost_its_name(
     queue.add(ValidatedGroup(b"{}", 4, 10, None, (), None), 0.0)
     changes = queue.take_changes()
     with pytest.raises(
-        StoreError, match=f"{file.name} (is not in its place|was replaced).*put the old file back"
+        StoreError, match=f"{file.name} (is not in its place|was replaced).*Put the old file back"
     ):
         store.commit([changes])
     if then == "a folder":

@@ -245,7 +245,7 @@ def test_a_trainer_whose_checkpoints_are_on_a_lost_disk_ends_the_run(bench: Benc
     bench.cluster.node_of = {"trainer": "n2"}
     bench.cluster.seats["trainer"].lost = True
     with pytest.raises(
-        RunFailed, match=r"the node of the trainer is lost, and .* put logging.folder on a disk"
+        RunFailed, match=r"the node of the trainer is lost, and .* Put logging.folder on a disk"
     ):
         bench.turn(12)
 

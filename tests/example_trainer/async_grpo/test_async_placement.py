@@ -66,7 +66,7 @@ def test_a_refusal_names_role_request_and_nodes() -> None:
     assert refusal(asked, there) == (
         "the cluster cannot place generator-1: it asks 2 GPU and 5 CPU on one node, after 1 of 2 groups have their places: "
         "generator-1 (2 GPU and 4 CPU) with environment-1 (1 CPU); the cluster: node 10.0.0.1 has 1 GPU and 16 CPU; "
-        "node 10.0.0.2 has 1 GPU and 8 CPU; the run as a whole asks 3 GPU and 9 CPU: add nodes, or lower orchestration's "
+        "node 10.0.0.2 has 1 GPU and 8 CPU; the run as a whole asks 3 GPU and 9 CPU. Add nodes, or lower orchestration's "
         "numbers or …_cpus"
     )
     assert amounts({}) == "nothing"

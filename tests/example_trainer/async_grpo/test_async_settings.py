@@ -110,7 +110,7 @@ EXACT = {"device": "cpu", "exact_resume": True}
     [
         (
             {"orchestration": EXACT | {"generators": 2}},
-            "with orchestration.generators 2 time decides .*; give 1",
+            "With orchestration.generators 2 time decides .*; give 1",
         ),
         (
             {"orchestration": EXACT | {"environments_per_generator": 3}},

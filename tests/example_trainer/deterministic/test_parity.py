@@ -491,29 +491,29 @@ def test_the_plan_comes_through_a_parameter_server(tmp_path: Path) -> None:
     [
         (
             "parts=1", 2, {},
-            "sums 1 part(s), which 2 tensor-parallel trainer ranks cannot share: train with 1 such "
+            "sums 1 part(s), which 2 tensor-parallel trainer ranks cannot share. Train with 1 such "
             "ranks, or start vLLM with --tensor-parallel-size 2 or 4 or 8",
         ),
         (
             "parts=2", 4, {},
-            "train with 1 or 2 such ranks, or start vLLM with --tensor-parallel-size 4 or 8",
+            "Train with 1 or 2 such ranks, or start vLLM with --tensor-parallel-size 4 or 8",
         ),
         (
             "parts=8", 1, {},
-            "sums 8 parts, and 4 attention heads of this trainer's model cannot be split so: start "
+            "sums 8 parts, and 4 attention heads of this trainer's model cannot be split so. Start "
             "vLLM with --tensor-parallel-size 1 or 2 or 4, or give both the same model",
         ),
         (
             "parts=4", 1, {"intermediate_size": 42},
-            "and a feed-forward width of 42 of this trainer's model cannot be split so: start vLLM "
+            "and a feed-forward width of 42 of this trainer's model cannot be split so. Start vLLM "
             "with --tensor-parallel-size 1 or 2, or",
         ),
         (
             "parts=2", 1,
             {"architecture": "Qwen3MoeForCausalLM", "num_experts": 4, "experts_per_token": 2,
              "moe_intermediate_size": 15},
-            "and experts with an inner width of 15 of this trainer's model cannot be split so: "
-            "start vLLM with --tensor-parallel-size 1",
+            "and experts with an inner width of 15 of this trainer's model cannot be split so. "
+            "Start vLLM with --tensor-parallel-size 1",
         ),
         ("tree", 1, {}, "sums in another way than this trainer: sum_plan 'tree' is not of the form"),
         ("parts=3", 1, {}, "a sum of 3 parts: deterministic mode has 1, 2, 4 and 8"),

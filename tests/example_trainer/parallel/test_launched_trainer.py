@@ -123,7 +123,7 @@ def test_what_is_refused_moves_no_file_of_the_run_before(
     assert line.startswith("ERROR ")
     assert line.endswith(
         "single copy needs one trainer rank for each of vLLM's 2 ranks, and --ranks is 1: leave --ranks out, or train with "
-        "--use-shared-memory (broadcast), which takes any number of ranks"
+        "--use-shared-memory (broadcast), for any number of ranks"
     )
     assert [path.name for path in metrics.parent.iterdir()] == ["metrics.jsonl"]
     assert metrics.read_text() == '{"step": 1}\n'

@@ -147,7 +147,7 @@ def test_a_shard_that_does_not_come_is_named_with_the_place_and_the_deadline(
         with caplog.at_level(logging.WARNING), pytest.raises(BridgeError) as raised:
             meet(listening, "host-a:5", "key", Ranks(0, 3, 0.2))
     assert str(raised.value).startswith(
-        "shard 2 of 3 did not come to host-a:5 within 0.2 s (--rank-timeout); see what became"
+        "shard 2 of 3 did not come to host-a:5 within 0.2 s (--rank-timeout). See what became"
     )
     assert (
         caplog.text.count("a program at 127.0.0.1 came to host-a:5 that is not a shard of this one")

@@ -103,7 +103,7 @@ def test_float16_is_refused_where_both_have_one_memory_or_the_same_bits(tmp_path
         ConfigError, match=r"--deterministic compares .*: start the server with --dtype bfloat16$"
     ):
         choose_dtype(TrainerConfig.model_validate(exact), torch.float16, GPU, converts=True)
-    with pytest.raises(ConfigError, match=r"--dtype float16: .* give --dtype bfloat16 or float32"):
+    with pytest.raises(ConfigError, match=r"--dtype float16: .* Give --dtype bfloat16 or float32"):
         choose_dtype(options("float16"), None, CPU)
 
 

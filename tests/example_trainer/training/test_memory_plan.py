@@ -257,7 +257,7 @@ def test_more_offloaded_than_the_host_holds_is_refused() -> None:
     asked = request(geometry=qwen_14b(), offload=True, world_size=2, table="fast")
     refusal = (
         r"^moments in host memory \(--optimizer-offload\) need 110\.05 GiB, "
-        r"and 93\.13 are free; .* what helps: --optimizer adamw-8bit \("
+        r"and 93\.13 are free\. .* what helps: --optimizer adamw-8bit \("
     )
     with pytest.raises(MemoryShortage, match=refusal):
         require_memory(asked, room(H200, 100e9 / GIB, 2))

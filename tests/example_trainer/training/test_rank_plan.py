@@ -217,7 +217,7 @@ def test_a_single_copy_of_other_ranks_than_vllms_is_refused_with_what_would_do(
         machine.plan(**exact, single_copy=True)
     assert str(refused.value) == (
         f"single copy needs one trainer rank for each of vLLM's {of_server} ranks, and --ranks is "
-        f"{ranks}: leave --ranks out, or train with --use-shared-memory (broadcast), which takes "
+        f"{ranks}: leave --ranks out, or train with --use-shared-memory (broadcast), for "
         "any number of ranks"
     )
     assert machine.plan(**exact, use_shared_memory=True).count == ranks

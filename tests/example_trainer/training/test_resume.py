@@ -174,7 +174,7 @@ def test_another_model_is_refused_with_the_remedy(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             choose_start(resume, tmp_path, "someone/else", 6000)
         assert (
-            f"trains {MODEL}, and --model-name is someone/else; give --model-name {MODEL} to go on"
+            f"trains {MODEL}, and --model-name is someone/else. Give --model-name {MODEL} to go on"
             in str(caught.value)
         )
         assert "or another --save-path" in str(caught.value)

@@ -86,7 +86,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_left_out(
     (reason,) = trainers.skipped
     assert reason.startswith("out of memory at optimizer step 1, in a pass over up to ")
     assert "allocate" in reason
-    assert "lower --tokens-per-microbatch" in reason
+    assert "Lower --tokens-per-microbatch" in reason
 
 
 def test_what_a_left_out_batch_left_behind_is_in_no_gradient(trainers: Trainers) -> None:

@@ -110,7 +110,7 @@ def test_replay_needs_experts_of_every_server(serve: Serve) -> None:
     lacks = serve(200, answer)
     assert len(check_logprobs(options(keeps, lacks), Ranks()).raw) == 2
     assert len(check_logprobs(options(keeps, replay=True), Ranks()).raw) == 1
-    problem = f":{lacks} does not keep the experts.*start it with --enable-return-routed-experts"
+    problem = f":{lacks} does not keep the experts.*Start it with --enable-return-routed-experts"
     with pytest.raises(ConfigError, match=problem):
         check_logprobs(options(keeps, lacks, replay=True), Ranks())
     join = require_fitting_logprobs(options(replay=True))

@@ -156,7 +156,7 @@ def test_a_keeper_that_has_failed_ends_the_training_with_what_to_do() -> None:
     keeper._thread.join(60)
     with pytest.raises(
         BridgeError,
-        match=r"RuntimeError: out of file descriptors\); start this process again, .*--resume auto",
+        match=r"RuntimeError: out of file descriptors\)\. Start this process again, .*--resume auto",
     ):
         keeper.due()
     keeper.close()

@@ -169,7 +169,7 @@ def test_weights_on_another_gpu_are_refused_before_a_model_is_loaded(
     )
     with pytest.raises(
         BridgeError,
-        match="vLLM's rank 0 are on GPU abc, and trainer rank 0 computes on cpu; give both equal",
+        match=r"vLLM's rank 0 are on GPU abc, and trainer rank 0 computes on cpu\. Give both equal",
     ):
         unjoined.serving_dtype()
 

@@ -157,7 +157,7 @@ def test_what_changes_the_server_answers_this_machine_alone(path: str) -> None:
     assert refusal is not None
     assert refusal.status == 403
     assert path in refusal.message
-    assert "set VLLM_API_KEY" in refusal.message
+    assert "Set VLLM_API_KEY" in refusal.message
 
 
 @pytest.mark.parametrize(

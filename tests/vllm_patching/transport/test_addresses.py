@@ -87,7 +87,7 @@ def test_an_address_that_means_another_machine_there_is_refused_with_the_right_o
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(
         RendezvousError,
-        match=rf"server {ELSEWHERE} is on another machine.*set MASTER_ADDR=10\.0\.0\.5",
+        match=rf"server {ELSEWHERE} is on another machine.*Set MASTER_ADDR=10\.0\.0\.5",
     ):
         rendezvous_address(["localhost", ELSEWHERE])
     assert rendezvous_address(["localhost"]) == ("127.0.0.1", 29500)

@@ -337,7 +337,7 @@ def test_every_projection_of_a_layer_can_have_an_adapter() -> None:
         ({"rope_scaling": {"type": "dynamic"}}, "rope scaling 'dynamic' is not supported"),
         (
             {"rope_scaling": {"type": "longrope"}},
-            "take a model without it, such as microsoft/phi-4",
+            "Take a model without it, such as microsoft/phi-4",
         ),
         ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' lacks original_max_position"),
         ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks factor"),
