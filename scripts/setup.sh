@@ -66,6 +66,8 @@ if command -v flock > /dev/null; then
 fi
 
 if [[ ! -x $venv/bin/python ]]; then
+  if [[ -e $venv ]]; then changed=$venv; else changed=$(dirname "$venv"); fi
+  [[ -w $changed ]] || die "$changed cannot be written by $(id -un): give a folder of your own with --venv, and the same one as LOCKSTEP_VENV to the other scripts"
   python=$(find_python)
   echo "setup: making $venv with $("$python" --version)"
   "$python" -m venv "$venv" > /dev/null 2>&1 || {

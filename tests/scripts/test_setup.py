@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,25 @@ def test_bad_options_are_named_in_one_line(arguments: list[str], words: list[str
     assert done.returncode != 0
     assert len(done.stderr.splitlines()) == 1
     assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_folder_of_another_user_is_refused_with_the_remedy(is_there: bool) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        venv = folder / "venv"
+        if is_there:
+            venv.mkdir(mode=0o555)
+        folder.chmod(0o555)
+        words: list[str | Path] = [ROOT / "scripts" / "setup.sh", "--cpu", "--venv", venv]
+        if os.geteuid() == 0:  # may write everywhere
+            words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *words]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        folder.chmod(0o755)
+    assert done.returncode == 1
+    changed = venv if is_there else folder
+    assert done.stderr.startswith(f"setup: {changed} cannot be written by "), done.stderr
+    assert "LOCKSTEP_VENV" in done.stderr
 
 
 def test_help_lists_the_variables() -> None:
