@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -46,6 +47,9 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         line: str | None = str(error)
     except BrokenPipeError:
         return 0  # the reader of the pipe has enough
+    except PermissionError as error:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        line = f"{error.filename}: permission denied to {user}: call this as the run's own user"
     except OSError as error:
         line = disk_refusal(error)
         if line is None:

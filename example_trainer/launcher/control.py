@@ -259,17 +259,22 @@ class Starter:
         """Let `tail -f trainer.log` work where start.sh was typed."""
         names = [self.stack.log(part).name for part in self.options.parts]
         names += ["vllm.log"] if self.options.bridge == "restart" else [BRIDGE_CONFIG]
-        kept = []
+        kept, failure = [], ""
         for name in names:
             target, link = self.options.run / name, here / name
             if name == "vllm.log" and self.options.bridge == "restart":
                 target = self.options.run / "trainer" / name
-            if link.is_symlink():
-                link.unlink()
-            if link.exists():
-                kept.append(name)
-            else:
-                link.symlink_to(target)
+            try:
+                if link.is_symlink():
+                    link.unlink()
+                if link.exists():
+                    kept.append(name)
+                else:
+                    link.symlink_to(target)
+            except OSError as error:
+                failure = error.strerror or str(error)
+        if failure:
+            self.say(f"no links to the logs in {here} ({failure}); they are in {self.options.run}")
         if kept and here != self.options.run:
             self.say(
                 f"{', '.join(kept)} in {here} are files of their own and stay; the run's logs are in {self.options.run}"

@@ -369,6 +369,16 @@ def test_links_lead_to_the_logs_and_replace_no_file(
     assert "trainer.log in" in run.text()
 
 
+def test_a_folder_that_takes_no_links_is_named_and_the_run_goes_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/proc/self")  # as a folder of another user, but for root too
+    options = replace(small_options(run.folder, run.ports, ("environment",)), links=True)
+    Starter(SmallStack(options), run.said.append).run()
+    assert f"no links to the logs in {Path.cwd()} (" in run.text()
+    assert run.states() == {"environment": "up"}
+
+
 def test_a_server_that_died_beside_a_living_trainer_leaves_its_config_for_the_next_one(
     run: Run,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import shlex
 import subprocess
 import sys
@@ -286,6 +287,22 @@ def test_a_shell_command_without_an_installation_names_the_remedy(
     assert (
         done.stderr == f"{name}: {tmp_path}/bin/python is not there: run scripts/setup.sh first\n"
     )
+
+
+@pytest.mark.parametrize("name", ["status", "stop", "logs"])
+def test_a_run_of_another_user_is_refused_in_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    # Root may read every folder, so the folder itself would refuse nothing.
+    monkeypatch.setattr(Path, "glob", refuse)
+    assert command.main([name, "--run", str(tmp_path)]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith(f"{name}: {tmp_path}")
+    assert line.endswith("call this as the run's own user\n")
+    assert line.count("\n") == 1
 
 
 SERVERS = ["http://localhost:1", "http://localhost:2"]
