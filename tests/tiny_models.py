@@ -34,6 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Phi3": WINDOW | {"pad_token_id": 0},
     "Gemma2": WINDOW | {"head_dim": 16},
     "Starcoder2": WINDOW,
+    "Phi": DENSE,
     "Glm4": DENSE | {"head_dim": 16, "pad_token_id": 0},
     "Qwen3Moe": EXPERTS | {"head_dim": 16},
     "Mixtral": DENSE | {"num_local_experts": 4, "num_experts_per_tok": 2},

@@ -13,11 +13,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.weights.regions import Copied, coverage, runs
@@ -62,7 +64,7 @@ def learn_layout(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> Le
     recorder = CopyRecorder(checkpoint, targets)
     data = {name: target.data for name, target in targets.items()}
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), _parameters_kept(model), recorder:
             model.load_weights(iter(checkpoint.items()))  # type: ignore[operator]
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
@@ -80,6 +82,30 @@ def learn_layout(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> Le
         if name in parameters or name in written | recorder.records.problems.keys()
     }
     return _layout(recorder.records, expected, checkpoint)
+
+
+@contextmanager
+def _parameters_kept(model: nn.Module) -> Iterator[None]:
+    """Keep the model's parameters where the loader makes new ones in their places.
+
+    A new one of the same shape shares the memory of the old one while the block lasts.
+    """
+    own = {module: dict(module._parameters) for module in model.modules()}
+
+    def share(module: nn.Module, name: str, new: nn.Parameter | None) -> nn.Parameter | None:
+        old = own.get(module, {}).get(name)
+        if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+            return new
+        return nn.Parameter(old.data, requires_grad=False)
+
+    # It takes the parameter that the hook returns, and is annotated without one.
+    hook = register_module_parameter_registration_hook(share)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
+        for module, parameters in own.items():
+            module._parameters.update(parameters)
 
 
 def _layout(

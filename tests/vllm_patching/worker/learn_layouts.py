@@ -40,7 +40,7 @@ def check(model: nn.Module, layout: LearnedLayout, checkpoint: dict[str, torch.T
     parameters = own_parameters(model)
     assert all(bool(p.isnan().all()) for p in parameters.values()), "learning writes nothing"
     model.load_weights(iter(checkpoint.items()))  # type: ignore[operator]
-    tensors = {**parameters, **dict(model.named_buffers())}
+    tensors = {**own_parameters(model), **dict(model.named_buffers())}
     for shard in layout.shards:
         loaded = tensors[shard.name].data.float()
         assert torch.equal(loaded, assembled(shard, checkpoint)), shard.name
@@ -65,6 +65,7 @@ def learn(name: str, ranks: list[tuple[int, int]]) -> dict[str, Any]:
             config.compilation_config.static_forward_context.clear()
             with set_default_torch_dtype(torch.float32):
                 model = make(vllm_config=config, prefix="")
+            model.load_weights(iter(checkpoint.items()))  # some loaders make parameters
             for parameter in own_parameters(model).values():
                 parameter.data.fill_(math.nan)
             try:

@@ -27,6 +27,7 @@ RANKS: dict[str, list[tuple[int, int]]] = {
     **{name: [(1, 0), (2, 0), (2, 1)] for name in PLANNED},
     "Olmo3": [(1, 0), (2, 1)],
     "Phi3": [(2, 0)],
+    "Phi": [(1, 0), (2, 1)],  # the head has a bias
     "DeepseekV2": [(2, 0)],
     "DeepseekV3": [(2, 1)],
     "Qwen3Next": [(1, 0), (2, 1)],
@@ -164,6 +165,21 @@ def test_a_buffer_that_is_loaded_belongs_to_the_layout() -> None:
         model.scale.copy_(tensors["z"])
 
     assert [shard.name for shard in learn(load).shards] == ["a", "b", "scale"]
+
+
+def test_a_parameter_that_the_loader_makes_anew_keeps_its_memory() -> None:
+    def load(model: Any, tensors: dict[str, torch.Tensor]) -> None:
+        model.a.data.copy_(tensors["x"].t())
+        model.b = nn.Parameter(torch.empty(4))
+        model.b.data.copy_(tensors["y"])
+
+    model = Toy(load)
+    before = dict(model.named_parameters())
+    shards = learn_layout(model, CHECKPOINT).shards
+    assert [(shard.name, shard.slices[0].source) for shard in shards] == [("a", "x"), ("b", "y")]
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name]
+    assert torch.equal(model.b, torch.arange(4.0))
 
 
 def plain(model: Any, tensors: dict[str, torch.Tensor]) -> None:
