@@ -78,6 +78,74 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Keys of config.json, by the first part of the configuration class's name."""
 
+_BASE = SIZES | {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_HEADS = _BASE | {"head_dim": 32}
+_SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_WINDOWED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+_MAMBA = {
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+    "mamba_d_head": 32,
+}
+_GPT = {"vocab_size": 97, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256}
+SERVED: dict[str, dict[str, Any]] = {
+    "Apertus": _BASE,
+    "Arcee": _BASE,
+    "Cohere": _BASE | {"logit_scale": 0.25, "use_qk_norm": True},
+    "Ernie4_5": _HEADS,
+    "Exaone4": _BASE | _WINDOWED | {"sliding_window_pattern": 2},
+    "ExaoneMoe": _BASE | _SPARSE | _WINDOWED,
+    "FalconH1": _HEADS
+    | _MAMBA
+    | {"mamba_d_ssm": 128, "mamba_n_heads": 4, "lm_head_multiplier": 0.4},
+    "Gemma2": _HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 40},
+    "Glm4Moe": _HEADS
+    | {"moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    | {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    | {"use_qk_norm": True, "num_nextn_predict_layers": 0},
+    "GPT2": _GPT | {"bos_token_id": 1, "eos_token_id": 2},
+    "Granite": _BASE
+    | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}
+    | {"attention_multiplier": 0.2, "attention_bias": True, "mlp_bias": True},
+    "GraniteMoe": _BASE | _LOCAL | {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "GraniteMoeHybrid": _BASE
+    | _LOCAL
+    | _MAMBA
+    | {"shared_intermediate_size": 64, "mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
+    "HunYuanDenseV1": _HEADS,
+    "Ministral3": _HEADS,
+    "Nemotron": _HEADS,
+    "Olmoe": _BASE | {"num_experts": 4, "num_experts_per_tok": 2},
+    "OPT": {
+        "vocab_size": 97,
+        "hidden_size": 128,
+        "ffn_dim": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "word_embed_proj_dim": 128,
+        "pad_token_id": 1,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    },
+    "Phi": _BASE,
+    "Qwen2Moe": _BASE | _SPARSE | {"shared_expert_intermediate_size": 64},
+    "SeedOss": _HEADS | {"attention_bias": True},
+    "SmolLM3": _BASE | {"no_rope_layers": [1, 0]},
+    "StableLm": _BASE | {"use_qkv_bias": True},
+    "Starcoder2": _BASE | {"sliding_window": 16, "use_bias": True},
+}
+"""The same for models that vLLM's CPU build serves, and whose numbers are near 1."""
 
 STAND_IN = Path(__file__).parent / "without_images"
 """A package with torchvision's name, which models that read images are imported with."""
@@ -97,17 +165,35 @@ def make_model(name: str, folder: Path, seed: int = 0, **keys: Any) -> dict[str,
         keys: of config.json, beside the case's own.
     """
     import transformers
-    from safetensors.torch import load_file
 
-    torch.manual_seed(seed)
     config = getattr(transformers, f"{name}Config")(**CONFIGS[name] | keys)
     kind = transformers.AutoModelForCausalLM
     if "vision_config" in CONFIGS[name]:
         kind = transformers.AutoModelForImageTextToText
+    torch.manual_seed(seed)
     model = kind.from_config(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.05)
+    return _saved(model, folder)
+
+
+def make_served(name: str, folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Save a random float32 model of SERVED. Returns the checkpoint's tensors."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{name}Config")(**SERVED[name])
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    return _saved(model, folder)
+
+
+def _saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
     model.save_pretrained(folder)
     return {
         key: value

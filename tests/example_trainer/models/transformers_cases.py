@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tests.tiny_models import SERVED
+
 _SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -108,13 +110,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @cache
 def checkpoint(name: str, dtype: torch.dtype = torch.float32) -> Path:
-    """Save a random model once for all tests of this process; return its folder."""
+    """Save a random model once for all tests of this process; return its folder.
+
+    Args:
+        name: of CONFIGS, or of the models that vLLM serves in tests.
+    """
     import transformers
 
     torch.manual_seed(sum(name.encode()))
-    config = getattr(transformers, f"{name}Config")(**CONFIGS[name])
+    keys = CONFIGS.get(name) or SERVED[name]
+    config = getattr(transformers, f"{name}Config")(**keys)
     kind = transformers.AutoModelForCausalLM
-    if "vision_config" in CONFIGS[name]:
+    if "vision_config" in keys:
         kind = transformers.AutoModelForImageTextToText
     model = kind.from_config(config, dtype=dtype)
     with torch.no_grad():

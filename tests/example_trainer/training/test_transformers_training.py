@@ -69,7 +69,12 @@ def train(
     return gradients.row()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.fixture(params=CONFIGS)
+def name(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
 def test_a_run_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     options = fitted_to_model(config(name, kl_coef=0.1, entropy_coef=0.01))
     model, optimizer = loaded(options)

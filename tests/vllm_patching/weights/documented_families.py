@@ -1,6 +1,6 @@
-"""The table of architectures in docs/models.md, from the table of families.
+"""The tables of architectures in docs/models.md, from the table of families and from the tests.
 
-python -m tests.vllm_patching.weights.documented_families     prints the table
+python -m tests.vllm_patching.weights.documented_families     prints the tables
 """
 
 from __future__ import annotations
@@ -13,11 +13,20 @@ from typing import Any
 
 from bench.gpu.shapes import SHAPES
 from tests.e2e.test_families_in_vllm import CASES
+from tests.e2e.test_learned_layouts import UPDATED
+from tests.example_trainer.models.transformers_cases import CONFIGS
 from tests.geometries import geometry_of
+from tests.tiny_models import SERVED
 from vllm_patching.weights.families import FAMILIES, PROJECTIONS, Family, adapted_projections
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 START, END = "<!-- architectures -->", "<!-- end of architectures -->"
+TRIED, END_OF_TRIED = "<!-- tried -->", "<!-- end of tried -->"
+_OTHER_NAMES = {
+    "GPT2": "GPT2LMHeadModel",
+    "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
+}
+"""Classes that are not named after the configuration's class."""
 HEAD = (
     "architecture",
     "tier",
@@ -86,10 +95,23 @@ def families_table() -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
-def written_table() -> str:
-    """Return the table that the page has."""
-    return PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0].strip()
+def tried_table() -> str:
+    """One row for each architecture of tier 2 that tests try."""
+    rows = [["architecture", "trained and resumed", "updated in vLLM"], ["---"] * 3]
+    for name in sorted({*CONFIGS, *SERVED, *UPDATED}, key=str.lower):
+        architecture = _OTHER_NAMES.get(name, f"{name}ForCausalLM")
+        update = "by its layout" if name in SERVED else "no"
+        update = "a running server" if name in UPDATED else update
+        trained = "yes" if name in CONFIGS or name in SERVED else "no"
+        if architecture not in FAMILIES:
+            rows.append([f"`{architecture}`", trained, update])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def written_table(start: str = START, end: str = END) -> str:
+    """Return a table that the page has."""
+    return PAGE.read_text(encoding="utf-8").partition(start)[2].partition(end)[0].strip()
 
 
 if __name__ == "__main__":
-    print(families_table())
+    print(families_table(), tried_table(), sep="\n\n")

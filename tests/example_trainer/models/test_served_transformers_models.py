@@ -1,0 +1,28 @@
+"""The tests of transformers' models, for the architectures that vLLM serves in nightly tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.example_trainer.models.test_transformers_model import (
+    test_a_checkpoint_is_read_and_written_bit_for_bit,
+    test_a_pass_in_bfloat16_is_as_near_to_float32_as_that_of_transformers,
+    test_packed_logprobs_and_gradients_are_those_of_the_sequences_alone,
+)
+from tests.example_trainer.models.transformers_cases import CONFIGS
+from tests.example_trainer.training.test_transformers_training import test_a_run_resumes_bit_for_bit
+from tests.tiny_models import SERVED
+
+__all__ = [
+    "test_a_checkpoint_is_read_and_written_bit_for_bit",
+    "test_a_pass_in_bfloat16_is_as_near_to_float32_as_that_of_transformers",
+    "test_a_run_resumes_bit_for_bit",
+    "test_packed_logprobs_and_gradients_are_those_of_the_sequences_alone",
+]
+pytestmark = pytest.mark.nightly
+
+
+@pytest.fixture(params=[name for name in SERVED if name not in CONFIGS])
+def name(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
