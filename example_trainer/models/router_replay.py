@@ -28,7 +28,8 @@ class RouterReplay:
     def __init__(self, layers: Sequence[int], count: int) -> None:
         self._first = {layer: row * count for row, layer in enumerate(layers)}
         self._count, self._counts = count, False
-        self._sums: Tensor | None = None
+        self._update: Tensor | None = None
+        self._step: Tensor | None = None
 
     def __call__(self, layer: int, logits: Tensor, packing: Packing, choose: Choose) -> Routed:
         """Return the sampler's experts; a token without any goes to the layer's own choice."""
@@ -52,9 +53,9 @@ class RouterReplay:
         others = (routed.sort(-1).values != own.sort(-1).values).any(-1) & replayed
         if shared_by is not None:
             others, replayed = others * shared_by, replayed * shared_by
-        if self._sums is None:
-            self._sums = torch.zeros(2, dtype=torch.float64, device=routed.device)
-        self._sums += torch.stack((others.sum(), replayed.sum()))
+        if self._update is None:
+            self._update = torch.zeros(2, dtype=torch.float64, device=routed.device)
+        self._update += torch.stack((others.sum(), replayed.sum()))
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -65,6 +66,16 @@ class RouterReplay:
         finally:
             self._counts = False
 
+    def begin_update(self) -> None:
+        """Count from here on for a new update, and drop the counts of one that was not taken."""
+        self._update = None
+
+    def updated(self) -> None:
+        """Count the present update, which was taken, in the step's figure. Not collective."""
+        if self._update is not None:
+            self._step = self._update if self._step is None else self._step + self._update
+        self._update = None
+
     def row(
         self, total: Callable[[Tensor], Tensor], device: torch.device
     ) -> dict[str, float | None]:
@@ -74,7 +85,7 @@ class RouterReplay:
             total: adds a float64 vector up over the ranks; may change it.
             device: of the model.
         """
-        sums, self._sums = self._sums, None
+        sums, self._step = self._step, None
         if sums is None:
             sums = torch.zeros(2, dtype=torch.float64, device=device)
         others, tokens = total(sums).tolist()

@@ -281,6 +281,8 @@ class BatchGradients:
         self._updates_taken += 1
         if self._routers is not None:
             self._routers.updated()
+        if self._replay is not None:
+            self._replay.updated()
 
     def row(self) -> dict[str, float | None]:
         """The figures of the updates that were taken: see StepFigures.row; the loss is their mean."""
@@ -320,6 +322,8 @@ class BatchGradients:
             return
         device, losses = self._model.output_weight.device, self._routers.losses
         counted, shares = self._routers.begin_update(device), None
+        if self._replay is not None:
+            self._replay.begin_update()
         if not losses.balance and not losses.z:
             return
         if losses.balance:
@@ -330,6 +334,8 @@ class BatchGradients:
                     self._model.shards.release(self._model)
             shares = counted.over_ranks(self._model.shards.sum_figures).shares()
             self._routers.begin_update(device)
+            if self._replay is not None:
+                self._replay.begin_update()
         held = torch.zeros(1, dtype=torch.float64, device=device)
         for bin in bins:
             if not bin.empty:

@@ -17,7 +17,10 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.ops import reference
 from example_trainer.models.packing import Packing
 from example_trainer.models.router_replay import RouterReplay
+from example_trainer.process import StopSignal
 from example_trainer.training.model import _require_experts
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.step import BatchGradients, make_objective
 from tests.geometries import geometry_of
 from vllm_patching.protocol.routed_experts import to_wire
 
@@ -68,6 +71,12 @@ def group(experts: list[np.ndarray]) -> dict[str, Any]:
     }
 
 
+def figure(replay: RouterReplay) -> dict[str, float | None]:
+    """The figure of a step of one update."""
+    replay.updated()
+    return replay.row(lambda sums: sums, torch.device("cpu"))
+
+
 def packed(experts: list[np.ndarray], shared: bool) -> PackedBin:
     batch = parse_batch([group(experts)], 64, 97, Rules(routers=ROUTERS))
     assert not batch.invalid, batch.invalid
@@ -94,15 +103,15 @@ def test_the_samplers_experts_are_used_whatever_the_trainers_are(shared: bool) -
         replay = model.arithmetic.routing = RouterReplay(GEOMETRY.sparse_layers, 2)
         with replay.counting():
             assert torch.equal(model(bin.tokens, bin.packing()), expected)
-        assert replay.row(lambda sums: sums, bin.tokens.device) == {"rerouted_share": 0.0}
+        assert figure(replay) == {"rerouted_share": 0.0}
         others = packed([(one + 1) % 6 for one in own], shared)
         with replay.counting():
             hidden = model(others.tokens, others.packing())
         assert not torch.allclose(hidden, expected, atol=1e-3)
-        share = replay.row(lambda sums: sums, bin.tokens.device)["rerouted_share"]
+        share = figure(replay)["rerouted_share"]
         assert share is not None
         assert share > 0.5
-        assert replay.row(lambda sums: sums, bin.tokens.device) == {"rerouted_share": None}
+        assert figure(replay) == {"rerouted_share": None}
 
 
 def test_the_router_learns_from_the_probabilities_of_the_replayed_experts() -> None:
@@ -116,7 +125,7 @@ def test_the_router_learns_from_the_probabilities_of_the_replayed_experts() -> N
         with replay.counting():
             hidden = model(bin.tokens, bin.packing())
         hidden.square().sum().backward()
-        shares.append(replay.row(lambda sums: sums, bin.tokens.device))
+        shares.append(figure(replay))
         gradients.append(model.get_parameter("model.layers.0.mlp.gate.weight").grad)
     assert gradients[0] is not None
     assert gradients[0].abs().max() > 0
@@ -129,9 +138,30 @@ def replayed(model: Decoder, bin: PackedBin) -> tuple[torch.Tensor, float]:
     replay = model.arithmetic.routing = RouterReplay(GEOMETRY.sparse_layers, 2)
     with torch.no_grad(), replay.counting():
         hidden = model(bin.tokens, bin.packing())[bin.sources]
-    share = replay.row(lambda sums: sums, bin.tokens.device)["rerouted_share"]
+    share = figure(replay)["rerouted_share"]
     assert share is not None
     return hidden, share
+
+
+def test_an_update_that_was_not_taken_has_no_share() -> None:
+    """It fails behind its forward passes, as one does whose gradient is not finite."""
+    model = decoder()
+    experts = [chosen_by(model, PROMPT + answer) for answer in ANSWERS]
+    others = packed([(one + 1) % 6 for one in experts], True)
+    model.arithmetic.routing = replay = RouterReplay(GEOMETRY.sparse_layers, 2)
+    optimizer, options = MasterAdamW(model, lr=0.0), TrainerConfig(model_name="-", seq_len=64)
+
+    def gradients(bin: PackedBin) -> BatchGradients:
+        objective = make_objective(options)
+        return BatchGradients(model, optimizer, [[bin]], options, objective, StopSignal())
+
+    gradients(others).accumulate(0)
+    optimizer.zero_grad()
+    second = gradients(packed(experts, True))
+    second.accumulate(0)
+    second.updated()
+    assert second.row()["rerouted_share"] == 0
+    assert figure(replay) == {"rerouted_share": None}
 
 
 def test_a_token_counts_once_for_each_sequence_that_has_it() -> None:
