@@ -172,9 +172,12 @@ class ServerState:
     @property
     def pause(self) -> float:
         """Seconds for which it gets nothing after its last failure."""
-        if not self.failures:
-            return 0.0
-        return min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 16))
+        return pause_after(self.failures)
+
+
+def pause_after(failures: int) -> float:
+    """Return the seconds to wait after so many failures in a row; each doubles them."""
+    return min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(failures - 1, 16)) if failures else 0.0
 
 
 @dataclass
@@ -415,11 +418,13 @@ class Attempts:
     Attributes:
         tried: servers that did not answer it.
         failures: attempts that failed at a server that was there.
-        away_since: when it met a server that was away for the first time.
+        outages: attempts that met a server which was away.
+        away_since: when the first of them did.
     """
 
     tried: list[APIServer] = field(default_factory=list)
     failures: int = 0
+    outages: int = 0
     away_since: float | None = None
 
 
@@ -643,6 +648,10 @@ class ServerPool(InferenceCalls):
             self.choice.refused(server, began, now, f"cannot be reached ({describe(error)})")
             if len(self.servers) > 1:
                 self._log_change(server, was_away)
+            # A proxy or a server that breaks off this request alone is healthy at once.
+            if len(set(attempts.tried)) >= len(self.servers):
+                await asyncio.sleep(pause_after(attempts.outages))
+            attempts.outages += 1
             return True
         self.choice.failed(server, began, now)
         attempts.failures += 1

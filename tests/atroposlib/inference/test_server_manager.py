@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from atroposlib.errors import RolloutFailure, UsageError
+from atroposlib.inference import client
 from atroposlib.inference.client import CutOff, OpenAIServer, VLLMServer, parse_generation
 from atroposlib.inference.generation import Span, VersionRecord, Weights, current_versions
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
@@ -77,6 +78,35 @@ async def test_a_failing_request_is_tried_again(manager: ServerManager) -> None:
     control(manager, fail_next=3)
     with pytest.raises(httpx.HTTPStatusError):
         await manager.generate(input_ids=[1, 2], max_tokens=4)
+
+
+async def test_a_healthy_server_that_breaks_off_a_request_gets_it_again_after_growing_pauses(
+    manager: ServerManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "FIRST_PAUSE", 2**-12)
+    monkeypatch.setattr(client, "MAX_PAUSE", 2**-10)
+    (server,), sleep = manager.servers, asyncio.sleep
+    pauses: list[float] = []
+    attempts = 0
+    generate = server._generate_wrapper
+
+    async def breaks_off(**fields: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if attempts <= 6:
+            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+        return await generate(**fields)
+
+    async def noted(seconds: float) -> None:
+        if seconds <= client.MAX_PAUSE:
+            pauses.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(server, "_generate_wrapper", breaks_off)
+    monkeypatch.setattr(client.asyncio, "sleep", noted)
+    generation = await manager.generate(input_ids=[1, 2], max_tokens=4)
+    assert len(generation.output_tokens) == 1
+    assert [p for p in pauses if p] == [2**-12, 2**-11, 2**-10, 2**-10, 2**-10]
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
