@@ -61,10 +61,16 @@ def reference_answer(solution: str) -> str:
 def equal(gold: str, answer: str, tolerance: float) -> bool:
     """Return whether two answers are the same number, within an absolute tolerance, or the same
     expression.
+
+    A gold number no larger than the tolerance must be met to a thousandth, or every small number
+    and 0 would equal it.
     """
     expected, actual = as_number(gold), as_number(answer)
     if expected is not None and actual is not None:
-        return abs(expected - actual) <= Decimal(str(tolerance))
+        allowed = Decimal(str(tolerance))
+        if 0 < abs(expected) <= allowed:
+            allowed = abs(expected) / 1000
+        return abs(expected - actual) <= allowed
     plainly = compare_plainly(gold, answer)
     if plainly is not None:
         return plainly

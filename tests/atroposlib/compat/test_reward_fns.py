@@ -174,6 +174,9 @@ ANSWERS = {
 def test_accuracy(solution: str) -> None:
     assert AccuracyReward().compute(list(ANSWERS), solution=solution) == list(ANSWERS.values())
     assert AccuracyReward(tolerance=0.5).compute([r"\boxed{5.4}"], ground_truth="5") == [1.0]
+    small = [r"\boxed{1.6001e-19}", r"\boxed{0}", r"\boxed{1e-7}", r"\boxed{1.7e-19}"]
+    assert AccuracyReward()(small, solution="1.6e-19") == [1.0, 0.0, 0.0, 0.0]
+    assert AccuracyReward()([r"\boxed{1e-16}", r"\boxed{1e-3}"], solution="0") == [1.0, 0.0]
     assert AccuracyReward(split_on_think_tag=False).compute(
         [r"<think>\boxed{5}</think> 6"], solution="5"
     ) == [1.0]
