@@ -202,7 +202,8 @@ def same_value(expected: Any, got: Any) -> bool:
     """Return whether two values that JSON can hold are equal: types count, but that a whole number may
     stand for a float.
 
-    Tuples are lists here. Floats are equal within TOLERANCE, and NaN equals NaN.
+    Tuples are lists here. Floats are equal within TOLERANCE, and NaN equals NaN. An expected float
+    of at most TOLERANCE must be met to a thousandth, or 0 would equal it.
     """
     if isinstance(expected, list | tuple):
         return (
@@ -220,8 +221,11 @@ def same_value(expected: Any, got: Any) -> bool:
         return type(got) is type(expected) and bool(got == expected)
     if type(got) not in (int, float):
         return False
+    allowed = TOLERANCE
+    if 0 < abs(expected) <= TOLERANCE:
+        allowed = abs(expected) / 1000
     try:
-        return math.isclose(expected, got, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (
+        return math.isclose(expected, got, rel_tol=TOLERANCE, abs_tol=allowed) or (
             expected != expected and got != got
         )
     except OverflowError:  # a whole number that no float can be

@@ -416,6 +416,13 @@ def test_values_that_differ_are_told_apart(one: Any, other: Any) -> None:
             (float("nan"), float("nan"), True),
         ),
         *(
+            (3.2e-7, 0.0, False),
+            (3.2e-7, 3.2001e-7, True),
+            (-3.2e-7, 3.2e-7, False),
+            (0.0, 1e-12, True),
+            (2e-3, 2.0005e-3, True),
+        ),
+        *(
             ((1, 2), [1, 2], True),
             ([1], [1, 2], False),
             ({"a": 1}, {"a": 1, "b": 2}, False),
