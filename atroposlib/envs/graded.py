@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.runner.state import label_of
-from atroposlib.errors import EnvironmentFailure
+from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.inference.generation import Weights
 from atroposlib.inference.managed_server import SequenceNode, sequence_fields
 from atroposlib.type_definitions import Item
@@ -361,8 +361,19 @@ class GradedEnv(BaseEnv):
             logger.warning("%s (logged once)", message)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Greedy answers to the held-out problems, measured, reported and logged."""
-        attempts = [attempt for row in await self.measure(self.eval_problems()) for attempt in row]
+        """Greedy answers to the held-out problems, measured, reported and logged.
+
+        Returns:
+            The metrics; empty without held-out problems.
+        """
+        problems = self.eval_problems()
+        if not problems:
+            self.say_once(
+                "no held-out problems",
+                f"eval_problems of {type(self).__name__} returned no problems: nothing is evaluated",
+            )
+            return {}
+        attempts = [attempt for row in await self.measure(problems) for attempt in row]
         samples = [attempt.record for attempt in attempts]
         result = self.summary(samples) | {"weight_version": oldest_version(attempts)}
         await self.evaluate_log(
@@ -430,6 +441,20 @@ class GradedEnv(BaseEnv):
         self._noted.clear()
         self._pending_metrics = {}
         await super().wandb_log(metrics)
+
+
+def checked_grade(grade: object, author: GradedEnv) -> Grade:
+    """Return what an environment's `grade` returned.
+
+    Raises:
+        UsageError: that is not a `Grade`.
+    """
+    if not isinstance(grade, Grade):
+        raise UsageError(
+            f"grade of {type(author).__name__} returned {grade!r:.80}: "
+            "return Grade(score=…, correct=…)"
+        )
+    return grade
 
 
 def group_of(nodes: Sequence[SequenceNode], scores: Sequence[float]) -> ScoredDataGroup:

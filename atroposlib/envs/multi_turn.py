@@ -32,7 +32,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnvConfig
-from atroposlib.envs.graded import Attempt, Grade, GradedEnv, group_of
+from atroposlib.envs.graded import Attempt, Grade, GradedEnv, checked_grade, group_of
 from atroposlib.envs.tools import Toolbox
 from atroposlib.errors import NoRoom
 from atroposlib.inference.managed_server import ManagedServer, SequenceNode
@@ -326,7 +326,7 @@ class MultiTurnEnv(GradedEnv):
         played = await self.converse(
             item, self.config.group_size, self.sampling_seed, temperature=self.temperature
         )
-        grades = await gather_or_cancel([self.grade(talk) for talk, _ in played])
+        grades = await self._grades(played)
         self.note_success(item, [grade.correct for grade in grades])
         for (talk, _), grade in zip(played, grades, strict=True):
             self.note(self._numbers(talk, grade))
@@ -349,10 +349,14 @@ class MultiTurnEnv(GradedEnv):
             group["messages"] = [talk.transcript for talk, _ in played]
         return group
 
+    async def _grades(self, played: Sequence[tuple[Conversation, SequenceNode]]) -> list[Grade]:
+        returned = await gather_or_cancel([self.grade(talk) for talk, _ in played])
+        return [checked_grade(grade, self) for grade in returned]
+
     async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
         """Conversations about a held-out problem."""
         played = await self.converse(problem, samples, temperature=temperature, split="eval")
-        grades = await gather_or_cancel([self.grade(talk) for talk, _ in played])
+        grades = await self._grades(played)
         return [
             Attempt(
                 {"question": talk.question}

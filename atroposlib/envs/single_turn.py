@@ -8,7 +8,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.envs.graded import Attempt, Grade, GradedEnv, group_of
+from atroposlib.envs.graded import Attempt, Grade, GradedEnv, checked_grade, group_of
 from atroposlib.inference.managed_server import SequenceNode
 from atroposlib.inference.responses import answer_part, whole_response
 from atroposlib.type_definitions import Item, Message
@@ -131,7 +131,8 @@ class SingleTurnEnv(GradedEnv):
             nodes = managed.get_state()["nodes"]
         choices = completion.choices
         responses = [as_response(choice, node) for choice, node in zip(choices, nodes, strict=True)]
-        grades = await asyncio.gather(*(self.grade(problem, response) for response in responses))
+        returned = await asyncio.gather(*(self.grade(problem, response) for response in responses))
+        grades = [checked_grade(grade, self) for grade in returned]
         return messages, [
             Answer(response, node, grade, choice.finish_reason)
             for response, node, grade, choice in zip(responses, nodes, grades, choices, strict=True)

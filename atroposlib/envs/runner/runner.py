@@ -438,6 +438,8 @@ class Runner:
                         exhausted = True
                         break
                     running.add(asyncio.create_task(self._keeps_a_group(item)))
+                if not running:
+                    break
                 finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in finished:
                     groups += task.result()

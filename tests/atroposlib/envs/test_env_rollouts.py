@@ -159,9 +159,10 @@ def test_a_multiple_is_crossed_once_however_far_the_trainer_moves() -> None:
     assert [now for before, now in pairwise(steps) if crossed(before, now, 5)] == [5, 10, 21]
 
 
-def test_process_stops_when_items_run_out() -> None:
+@pytest.mark.parametrize(("count", "workers"), [(2, 8), (2, 1), (0, 8)])
+def test_process_stops_when_items_run_out(count: int, workers: int) -> None:
     class Runs(ScriptedEnv):
-        items = 2
+        items = count
 
         async def get_next_item(self) -> Any:
             self.items -= 1
@@ -170,9 +171,9 @@ def test_process_stops_when_items_run_out() -> None:
         async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
             return response(), []
 
-    env = Runs([], ensure_scores_are_not_same=False, total_steps=5)
+    env = Runs([], ensure_scores_are_not_same=False, total_steps=5, max_num_workers=workers)
     asyncio.run(env._runner.make_groups())
-    assert env.curr_step == 2
+    assert env.curr_step == count
 
 
 def test_process_counts_the_drops_of_each_item_alone() -> None:

@@ -21,7 +21,7 @@ from atroposlib.envs.multi_turn import (
     Step,
     sampled_runs,
 )
-from atroposlib.errors import EnvironmentFailure, RolloutFailure
+from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.responses import HermesFormat, TaggedFormat
 from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, local
 from example_trainer.batch.groups import LengthRules, ReplayedRouters, Rules, parse_batch
@@ -436,6 +436,31 @@ async def test_an_evaluation_says_turns_and_tools(make: Make) -> None:
     assert [len(row) for row in attempts] == [3]
     assert attempts[0][0].record["question"] == "1+2 = ?"
     assert attempts[0][0].record["ended"] in ("done", "max_turns")
+
+
+class Careless(Sums):
+    """Has no held-out problems, and returns a bare number in place of a grade."""
+
+    def eval_problems(self) -> list[str]:
+        return []
+
+    async def grade(self, talk: Conversation) -> Grade:
+        return 1.0  # type: ignore[return-value]
+
+
+async def test_an_evaluation_without_problems_is_left_out(
+    make: Make, shared_inference: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = make("3", kind=Careless)
+    before = control(shared_inference)
+    assert [await environment.evaluate() for _ in range(2)] == [{}, {}]
+    assert control(shared_inference) == before
+    assert caplog.text.count("eval_problems of Careless returned no problems") == 1
+
+
+async def test_a_number_in_place_of_a_grade_is_refused(make: Make) -> None:
+    with pytest.raises(UsageError, match=r"grade of Careless returned 1\.0: return Grade\("):
+        await make("3", kind=Careless).collect_trajectories("1+2")
 
 
 async def test_metrics_of_rollouts(make: Make) -> None:
