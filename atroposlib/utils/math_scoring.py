@@ -202,7 +202,9 @@ _RAISED = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _TEXT_COMMAND = r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol|bm|emph|underline)"
 _WHOLE_TEXT = re.compile(rf"{_TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
-_FUNCTIONS = r"(?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|ln|log|exp|pi"
+_FUNCTIONS = r"(?:(?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|ln|log|exp)(?![A-Za-z])"
+_CALLED = rf"{_FUNCTIONS}(?=\s*(?:[\\([{{|^_\d]|[A-Za-z](?![A-Za-z])|{_FUNCTIONS}))"
+"""A function with an argument: the `sec` of `5 sec` is a unit."""
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -223,8 +225,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
         (
-            rf"\\(?:operatorname|mathrm)\s*\{{\s*({_FUNCTIONS})\s*\}}"
-            rf"|(?<![A-Za-z\\])(?<!text\{{)({_FUNCTIONS})(?![A-Za-z])",
+            rf"\\operatorname\s*\{{\s*({_FUNCTIONS})\s*\}}"
+            rf"|(?<![A-Za-z\\])(?<!text\{{)(?<!thrm\{{)({_CALLED}|pi(?![A-Za-z]))",
             r"\\\1\2 ",
         ),
         (r"(?i)^(\\text\s*\{\s*)?(?:option|choice)\s+(?=\(?[A-J](?![A-Za-z]))", r"\1"),
@@ -292,7 +294,7 @@ _UNIT_AS_WORDS = re.compile(
 _UNIT_AS_SYMBOL = re.compile(
     r"([+-]?\d[\d.,]*|[+-]?\.\d+)\s+[kcmMGT]?(?:Hz|Pa|eV|[JWVANBmgLKsh])(?:\s*\^\s*\{?-?[1-4]\}?)?"
 )
-"""A number with a space and one letter, as in `5 m`, is a whole answer only with a unit."""
+"""A number with a space and one letter, as in `5 m`. Beside a plain number the letter is a unit."""
 _LETTERS = re.compile(r"[A-Za-z]+")
 _NOT_A_WORD = re.compile(rf"{_TEXT_COMMAND}|\\(?:mu|Omega)(?![A-Za-z])")
 _NO_UNITS = frozenset(
@@ -300,7 +302,7 @@ _NO_UNITS = frozenset(
     # variables.
     """
     or and if when for mod but not where with plus minus times over remainder otherwise each until
-    unless hundred thousand million billion trillion dozen half sin cos tan cot sec csc log exp
+    unless hundred thousand million billion trillion dozen half sin cos tan cot csc log exp
     sqrt gcd lcm det inf infty alpha beta gamma delta theta lambda sigma phi psi omega rho tau
     """.split()  # noqa: SIM905
 )
@@ -448,9 +450,8 @@ def _unwrapped(text: str) -> str:
 
 def _without_units(text: str) -> str:
     text = _UNIT_AS_TEXT.sub(_unless_joining, text)
-    text = _UNIT_AS_WORDS.sub(_unless_joining, text).strip()
-    symbol = _UNIT_AS_SYMBOL.fullmatch(text)
-    return symbol[1] if symbol else text
+    text = _UNIT_AS_WORDS.sub(_unless_joining, text)
+    return text.strip()
 
 
 def _as_digits(match: re.Match[str]) -> str:
@@ -584,7 +585,8 @@ def _compare_spelled(gold: str, answer: str) -> bool | None:
 
 
 def _as_spelled_number(text: str) -> Decimal | None:
-    return as_number(plain_number(text))
+    symbol = _UNIT_AS_SYMBOL.fullmatch(text)
+    return as_number(plain_number(symbol[1] if symbol else text))
 
 
 def _compare_percentages(one: str, other: str) -> bool | None:

@@ -11,7 +11,8 @@ RIGHT = {
     ],
     "functions without a backslash": [
         (r"\ln x", "ln(x)"), (r"\sin x", "sin(x)"), (r"\frac{\pi}{2}", "pi/2"), (r"O(n \log n)", "O(n log n)"),
-        (r"\arctan x", "arctan(x)"), (r"\ln 2", r"\log_e 2"), (r"\sin x", r"\operatorname{sin} x"),
+        (r"\arctan x", "arctan(x)"), (r"\sec x", "sec x"), (r"\sin \cos x", "sin cos x"),
+        (r"\ln 2", r"\log_e 2"), (r"\sin x", r"\operatorname{sin} x"),
     ],
     "raised and lowered digits, fractions in one character, roots": [
         ("0.0015", "1.5×10⁻³"), ("1000000", "10⁶"), ("x^{10}", "x¹⁰"), ("x^{-1}", "x⁻¹"), ("x_{12}", "x₁₂"), ("1/8", "⅛"),
@@ -26,9 +27,10 @@ RIGHT = {
         ("12", r"\text{The answer is } 12"), ("C", "Option C"), ("C", r"\text{Choice C}"), ("C", "Option (C)"),
     ],
     "units": [
-        ("5", "5 m"), ("10 m", "10"), ("5", "5 kJ"), ("300", "300 K"), ("5", "5 m²"),
+        ("5", "5 m"), ("10 m", "10"), ("3m", "3 m"), ("5", "5 kJ"), ("300", "300 K"), ("5", "5 m²"),
         ("5", r"5\,\mu\text{m}"), ("5", r"5\ \Omega"), ("9.8", r"9.8\ \mathrm{m\,s^{-2}}"),
         ("9.8", r"9.8\,\frac{\text{m}}{\text{s}^2}"),
+        ("5", "5 sec"), ("5", r"5\text{ sec}"), ("5", r"5\,\mathrm{sec}"), ("2 min 30 sec", r"2\text{ min }30\text{ sec}"),
         ("2 hours 30 minutes", "2 hours and 30 minutes"), ("2 red, 3 blue", "3 blue, 2 red"),
     ],
     "inequalities and intervals": [
