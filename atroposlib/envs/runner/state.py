@@ -14,14 +14,21 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.runner.exact_resume import ItemPosition
 from atroposlib.errors import InferenceUnavailable
 from atroposlib.inference.chat_template import load_tokenizer, require_chat_template
-from atroposlib.inference.client import MODEL_NOT_NAMED, APIServer, OpenAIRoutes, OpenAIServer
+from atroposlib.inference.client import (
+    MODEL_NOT_NAMED,
+    APIServer,
+    OpenAIRoutes,
+    OpenAIServer,
+    describe,
+    status_of,
+)
 from atroposlib.inference.server_manager import ServerManager
 from atroposlib.inference.teacher_client import TeacherServer
 from atroposlib.service_client import RolloutServiceClient
 from atroposlib.type_definitions import Item
 from atroposlib.utils.jsonl import JsonLinesWriter
 from atroposlib.utils.waiting import Patience
-from atroposlib.web.keys import SERVICE_KEY, bearer, given_or_variable
+from atroposlib.web.keys import SERVICE_KEY, VLLM_KEY, bearer, given_or_variable
 from atroposlib.wire import DropCounter
 
 if TYPE_CHECKING:
@@ -203,8 +210,11 @@ class Connections:
             try:
                 name = await server.model()
             except httpx.HTTPError as error:
+                remedy = "pass --env.tokenizer_name"
+                if status_of(error) in (401, 403):
+                    remedy = f"give its key as --openai.api_key or, of a vLLM server, as {VLLM_KEY}"
                 raise InferenceUnavailable(
-                    f"inference server at {server.root_url}: /v1/models failed ({error}); pass --env.tokenizer_name"
+                    f"inference server at {server.root_url}: /v1/models failed ({describe(error)}); {remedy}"
                 ) from error
         if name is not None and self.loaded_tokenizer is None:
             # Loading takes seconds: not in the event loop, where a signal to stop would have to

@@ -20,6 +20,7 @@ from atroposlib.errors import UsageError
 from atroposlib.inference.server_manager import ServerManager, at_url, create_proxy_session
 from atroposlib.service_client import RolloutServiceClient
 from atroposlib.web.keys import given_or_variable
+from environments.arithmetic_server import ArithmeticEnv
 from tests.atroposlib.envs.scripted_env import ScriptedEnv
 from tests.http_server import Answer, HttpServer, Request
 
@@ -72,6 +73,21 @@ def test_help_shows_no_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--env.note TEXT (default: shown)" in shown
     assert "--env.max_token N (default: 5)" in shown
     assert "$ROLLOUT_API_KEY" in shown
+
+
+def test_an_environment_without_the_key_of_its_server_names_the_variable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def answer(request: Request) -> Answer:
+        return (401, {"error": "Unauthorized"}) if request.path == "/v1/models" else (200, {})
+
+    with HttpServer(answer) as server:
+        words = ["evaluate", "--openai.base_url", server.url, "--openai.server_type", "vllm"]
+        assert main(ArithmeticEnv, words) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert '/v1/models failed (401: {"error": "Unauthorized"})' in line
+    assert "as --openai.api_key or, of a vLLM server, as VLLM_API_KEY" in line
+    assert "tokenizer" not in line
 
 
 def test_wandb_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
