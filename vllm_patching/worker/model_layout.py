@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -92,6 +92,7 @@ def learn_while_loading(model: nn.Module, model_config: Any) -> Iterator[None]:
     yield
     try:
         if not learned.reason:
+            layout = _without_tied(model, layout)
             derived = _unmoved(layout, weights)
             learned.recompute = recomputation(derived, model_config.dtype)
             learned.layout = layout
@@ -136,6 +137,26 @@ def _experts_unmoved(model: nn.Module, config: Any) -> Iterator[None]:
         "[vLLM Patch] Experts of %d layers of %s are stored as they are loaded",
         len(layers),
         _name(config),
+    )
+
+
+def _without_tied(model: nn.Module, layout: LearnedLayout) -> LearnedLayout:
+    """Leave out parameters in whose place vLLM has put others while it processed them.
+
+    Some checkpoints hold the head of a model that ties it to the embedding. vLLM loads such a head,
+    and ties it if both are equal.
+    """
+    own, every = own_parameters(model), dict(model.named_parameters(remove_duplicate=False))
+    held = {id(parameter) for parameter in own.values()}
+    tied = [
+        shard
+        for shard in layout.shards
+        if shard.name not in own and id(every.get(shard.name)) in held
+    ]
+    return replace(
+        layout,
+        shards=tuple(shard for shard in layout.shards if shard not in tied),
+        unused=(*layout.unused, *(piece.source for shard in tied for piece in shard.slices)),
     )
 
 

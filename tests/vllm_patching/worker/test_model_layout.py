@@ -74,6 +74,29 @@ def test_derived_tensors_are_recomputed_and_no_part_of_the_manifest(folder: Path
     assert torch.equal(model.layer.transposed, model.layer.weight.data.t())
 
 
+class TiedModel(Model):
+    """Has a head that is tied after loading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Layer()
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+def test_a_head_that_vllm_ties_after_loading_is_no_part_of_the_layout(folder: Path) -> None:
+    names = ("layer.weight", "head.weight")
+    save_file({name: torch.zeros(2, 3) for name in names}, folder / "model.safetensors")
+    model = TiedModel()
+    with learn_while_loading(model, model_config(folder)):
+        model.head.weight = model.layer.weight
+    layout = layout_of(model, CONFIG, 0, 1)
+    assert [entry.shard.name for entry in layout.manifest.entries] == ["layer.weight"]
+    assert layout.recompute is None
+
+
 def swap(model: Model) -> None:
     model.layer.weight.data = model.layer.weight.data.flip(0)
 
