@@ -2,8 +2,8 @@
 
 transformers' class of the architecture is made without memory, and its conversion of saved weights
 is run over its parameters once. Each checkpoint tensor comes out as a view of a parameter: where it
-begins and how it steps is what is kept. So checkpoints are read and written tensor for tensor. This
-holds where transformers fuses many of them into one parameter, such as the experts of a layer.
+begins and how it steps is what is kept. So checkpoints are read and written tensor for tensor, also
+where transformers fuses many of them into one parameter, such as the experts of a layer.
 """
 
 from __future__ import annotations
@@ -270,6 +270,7 @@ def _tensors(model: PreTrainedModel, folder: Path) -> Iterator[ModuleTensor]:
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     with _ViewsAlone():
         converted = revert_weight_conversion(model, detached)
+    dtypes, prefix = _stored_dtypes(folder), f"{model.base_model_prefix}."
     for name, tensor in converted.items():
         owner = names.get(tensor.untyped_storage()._cdata)
         if owner is None:
@@ -278,8 +279,10 @@ def _tensors(model: PreTrainedModel, folder: Path) -> Iterator[ModuleTensor]:
                 f"parameter of transformers' {type(model).__name__}; use another model"
             )
         place = tensor.storage_offset(), tensor.stride()
+        if name not in dtypes and name.removeprefix(prefix) in dtypes:
+            name = name.removeprefix(prefix)  # saved without a head, as GPT-2 is on the hub
         parts[owner].append(StridedPart(name, 0, tuple(tensor.shape), "whole", *place))
-    wide, shares = _stored_wide(folder), _multiplied_shares(model)
+    wide, shares = _wide(dtypes), _multiplied_shares(model)
     for name, tensor in tensors.items():
         held = sum(math.prod(part.shape) for part in parts[name])
         if held != tensor.numel():
@@ -316,8 +319,8 @@ def _first_size(config: Any, *keys: str) -> int:
     return next((size for key in keys if (size := _size(config, key, 0))), 1)
 
 
-def _stored_wide(folder: Path) -> set[str]:
-    """Return the tensors that a 16-bit checkpoint holds in float32."""
+def _stored_dtypes(folder: Path) -> dict[str, str]:
+    """Return the dtypes of a checkpoint's tensors, as safetensors names them, by tensor."""
     from safetensors import SafetensorError, safe_open
 
     dtypes: dict[str, str] = {}
@@ -329,6 +332,11 @@ def _stored_wide(folder: Path) -> set[str]:
             raise UnsupportedModel(
                 f"cannot read the weights in {file}: {error}; is the download complete?"
             ) from error
+    return dtypes
+
+
+def _wide(dtypes: Mapping[str, str]) -> set[str]:
+    """Return the tensors that a 16-bit checkpoint holds in float32."""
     if not {"BF16", "F16"} & set(dtypes.values()):
         return set()
     return {name for name, dtype in dtypes.items() if dtype == "F32"}

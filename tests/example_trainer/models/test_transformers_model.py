@@ -282,6 +282,20 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     assert f"missing {expert}; not expected model.extra.weight" in error
 
 
+def test_names_without_the_prefix_of_the_model_below_the_head(tmp_path: Path) -> None:
+    folder = tmp_path / "as-on-the-hub"
+    shutil.copytree(checkpoint("GPT2"), folder)
+    tensors = load_file(folder / SINGLE_FILE)
+    bare = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+    mask = torch.ones(1, 1, 64, 64)
+    save_file(bare | {"h.0.attn.bias": mask}, folder / SINGLE_FILE)
+    model = load_model(str(folder), torch.float32)
+    for key, view in checkpoint_tensors(model).items():
+        assert torch.equal(view, tensors[f"transformer.{key}"]), key
+    save_model(model, tmp_path / "saved")
+    assert load_file(tmp_path / "saved" / SINGLE_FILE).keys() == bare.keys()
+
+
 def test_an_incomplete_download_is_refused(tmp_path: Path) -> None:
     folder = changed(tmp_path)
     weights = (folder / SINGLE_FILE).read_bytes()
