@@ -2,8 +2,8 @@
 
 transformers' class of the architecture is made without memory, and its conversion of saved weights
 is run over its parameters once. Each checkpoint tensor comes out as a view of a parameter: where it
-begins and how it steps is what is kept. So checkpoints are read and written tensor for tensor, also
-where transformers fuses many of them into one parameter, such as the experts of a layer.
+begins and how it steps is what is kept. So checkpoints are read and written tensor for tensor. This
+holds where transformers fuses many of them into one parameter, such as the experts of a layer.
 """
 
 from __future__ import annotations
