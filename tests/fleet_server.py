@@ -126,6 +126,7 @@ class Fault:
 def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
     """A worker of one rank, with the project's extension."""
     from vllm_patching.worker import extension
+    from vllm_patching.worker.model_layout import learn_while_loading
 
     extension.tensor_parallel = lambda: (0, 1)  # type: ignore[assignment]
 
@@ -135,6 +136,8 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
             families = CONFIG["architectures"]
             checkpoint = SimpleNamespace(to_dict=lambda: CONFIG, architectures=families)
             config = SimpleNamespace(hf_config=checkpoint)
+            with learn_while_loading(self.model, config):
+                """A mixture's experts stay as they are, as with vLLM's Triton kernels."""
             parallel = SimpleNamespace(data_parallel_index=0, data_parallel_size=1)
             self.vllm_config = SimpleNamespace(model_config=config, parallel_config=parallel)
             self.direct, self.spoilt, self.received_before = False, -1, None

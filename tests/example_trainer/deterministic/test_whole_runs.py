@@ -21,6 +21,7 @@ from tests.conftest import Processes
 from tests.example_trainer.deterministic.asking import GROUP, LENGTH, environment
 from tests.light_servers import SOON, LightServer, Starter, until
 from tests.still_running import json_rows
+from tests.tiny_models import make_model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -122,14 +123,19 @@ def new_run(
 ) -> Iterator[Callable[..., Run]]:
     runs = []
 
-    def make(name: str, *kernels: dict[str, Any] | None, colocate: bool = False) -> Run:
+    def make(
+        name: str,
+        *kernels: dict[str, Any] | None,
+        colocate: bool = False,
+        trained: Path = model,
+    ) -> Run:
         """A run with one server for each of the kernels' changes."""
-        kind: dict[str, Any] = {"model": model, "samples": True, "colocate": colocate}
+        kind: dict[str, Any] = {"model": trained, "samples": True, "colocate": colocate}
         servers = [
             LightServer(starter, free_port(), deterministic=changed, **kind)
             for changed in kernels or (None,)
         ]
-        runs.append(Run(processes, starter, model, free_port, name, servers))
+        runs.append(Run(processes, starter, trained, free_port, name, servers))
         return runs[-1]
 
     yield make
@@ -141,6 +147,15 @@ def new_run(
 def whole() -> dict[str, str]:
     """The result of an undisturbed run, which the first test puts here."""
     return {}
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    """A mixture of an odd number of experts."""
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    make_model("Qwen3Moe", tmp_path / "mixture", vocab_size=64, head_dim=16, **sizes)
+    (tmp_path / "mixture" / "tokenizer.json").write_text("{}")
+    return tmp_path / "mixture"
 
 
 @pytest.mark.parametrize("bridge", DEATHS)
@@ -188,6 +203,23 @@ def test_answers_that_share_a_prompt_have_the_samplers_bits_and_resume_exactly(
         assert [row["packing_ratio"] for row in run.rows()] == pytest.approx([once] * STEPS)
         learned.append(run.learned())
     assert learned[0] == learned[1]
+
+
+def test_a_killed_trainer_of_a_mixture_ends_with_the_same_weights(
+    new_run: Callable[..., Run], mixture: Path
+) -> None:
+    whole, killed = (new_run(name, trained=mixture) for name in ("mixture", "killed mixture"))
+    resume: tuple[str, ...] = ()
+    for run, deaths in ((whole, ()), (killed, DEATHS[BROADCAST])):
+        with environment(run.url, run.servers, 0):
+            for place, passes in deaths:
+                options = run.to_servers()
+                status = run.train(BROADCAST, *resume, options=options, dies=place, passes=passes)
+                assert status == -9, run.log[-3000:]
+                resume = ("--resume", "auto")
+            assert run.train(BROADCAST, *resume, options=run.to_servers()) == 0, run.log[-3000:]
+    assert killed.learned() == whole.learned()
+    assert all(row["expert_load"] > 1 for row in whole.rows())
 
 
 def test_two_servers_give_the_weights_of_one_and_a_third_with_another_plan_is_left_out(
