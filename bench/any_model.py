@@ -6,8 +6,8 @@ class and through the decoder of ours.
     python bench/any_model.py --output DIR --tiny --device cpu   that the script runs, without a GPU
 
 Training: passes and whole steps of packed random tokens, tokens a second and the most memory, each
-case in a process of its own. Serving: vLLM and the trainer on one GPU; the trainer takes optimizer
-steps and broadcasts each one's weights, and then recomputes the logprobs of what vLLM samples. The
+case in a process of its own. Serving: vLLM and the trainer on one GPU. The trainer takes optimizer
+steps and broadcasts each one's weights. It then recomputes the logprobs of what vLLM samples. The
 server of the second tier does not find the model in the table of families, and learns its layout.
 KL is from vLLM's distribution to the trainer's, in nats per token. Both tiers have the same random
 weights. Prints tables and writes any_model.json after each measurement.

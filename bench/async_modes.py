@@ -5,17 +5,17 @@ and who works when.
     python bench/async_modes.py --output DIR --model FOLDER        two GPUs: vLLM on the first, the trainer on the second; they
                                                                    share one where there is only one
 
-One vLLM server for all; each regime has a service, an environment and a trainer of its own, which
-begins with the checkpoint's weights and takes the same number of steps. The first steps are left
-out: they wait for the first answers.
+One vLLM server for all. Each regime has a service, an environment and a trainer of its own. The
+trainer begins with the checkpoint's weights and takes the same number of steps. The first steps are
+left out: they wait for the first answers.
 
     turns           --max-staleness 0: nothing is sampled while the trainer trains; every token is of the weights that it trains
     overlapped      --max-staleness 1, one batch ahead: the next batch is sampled while one is trained on, and no more than that
     off_policy_N    --max-staleness N, as much ahead as the service lets: the server is never left without work
 
 A trainer takes its batch whole, so that what is overlapped is one step old; only turns are
-on-policy. Writes async_modes.json, timeline.svg and a trace, and prints a table. --into FILE puts
-the figures into a results file under `modes`, or under `modes_gpu` if a GPU was used.
+on-policy. Writes async_modes.json, timeline.svg and a trace, and prints a table. With --into FILE
+it puts the figures into a results file under `modes`, or under `modes_gpu` if a GPU was used.
 """
 
 from __future__ import annotations

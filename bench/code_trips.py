@@ -2,14 +2,14 @@
 
     python bench/code_trips.py --output bench/results/code_trips.json
 
-Seven trips are traced: a group posted to the rollout service, a batch handed out, an arithmetic item
-(worker, sample, grade, post), a conversation whose tool runs a program in the sandbox, a batch
-in the trainer (fetched, scattered, packed, loss, optimizer), with a tiny model on the CPU, an update
-of two servers' weights, and an update in which a server dies and comes back (weight_trips.py). The
-services that a trip talks to are real processes, except the model: its stand-in gives fixed
-answers. The servers are connected before an item's trip begins. A file counts once a Python function
-of it is called, unless an import calls it; `changes` counts how often a call goes from one file to
-another.
+Seven trips are traced. Two are a group posted to the rollout service, and a batch handed out. Two
+are an arithmetic item (worker, sample, grade, post), and a conversation whose tool runs a program
+in the sandbox. One is a batch in the trainer (fetched, scattered, packed, loss, optimizer), with a
+tiny model on the CPU. Two are an update of two servers' weights, and an update in which a server
+dies and comes back (weight_trips.py). The services that a trip talks to are real processes, except
+the model: its stand-in gives fixed answers. The servers are connected before an item's trip begins.
+A file counts once a Python function of it is called, unless an import calls it. The figure
+`changes` counts how often a call goes from one file to another.
 """
 
 from __future__ import annotations

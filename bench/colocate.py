@@ -4,10 +4,11 @@ keys' and values' memory?
     python bench/colocate.py --output DIR                       1 GPU
     python bench/colocate.py --output DIR --tiny --device cpu   everything but the figures, without a GPU
 
-Once with turns and once without: how many tokens one forward and backward pass can hold (doubled
-until memory runs out, then halved in between three times), tokens trained per second at that size
-and at the largest that both can do, how long a turn takes beyond the step, and how many bytes vLLM
-gives back. Requests are in flight all the time. Writes colocate.json.
+Once with turns and once without. The first figure is the number of tokens that one forward and
+backward pass can hold. It is doubled until memory runs out, then halved in between three times.
+Others are the tokens trained per second at that size and at the largest that both can do. The last
+ones are the seconds of a turn beyond the step, and the bytes that vLLM gives back. Requests are in
+flight all the time. Writes colocate.json.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python bench/gathering.py --output DIR --ranks 2 --device cpu --tiny
 
 Each rank of a trainer that FSDP2 spreads packs rows for the others, and NCCL brings what this rank
-sends. No server takes part: the gathers of all rounds run one after the other, as an update enqueues
-them. Measured for vLLM of as many ranks as the trainer has: the whole pass, the time in which the
-CPU enqueues it, and the packing alone.
+sends. No server takes part: the gathers of all rounds run one after the other, as an update
+enqueues them. Measured for vLLM of as many ranks as the trainer has. The figures are the whole
+pass, the time in which the CPU enqueues it, and the packing alone.
 """
 
 from __future__ import annotations

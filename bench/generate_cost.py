@@ -3,13 +3,13 @@
     python bench/generate_cost.py --output DIR                        1 GPU
     python bench/generate_cost.py --output DIR --tiny --device cpu    everything but the figures, without a GPU
 
-Keeps 512 sequences in flight in groups of 8 with prompts of 103 token ids and lengths with a mean
-of 450 under a cap of 1,024, in turn through /generate with numbers alone, through /generate with
-text and tables of logprobs, and through vLLM's own /v1/completions with token ids; then numbers
-alone from a server whose worker is a process of its own, and the same work by vLLM's engine without
-a server. For each: tokens a second, and µs of processor time a token in the front end and in each
-process of the engine; and what the engine core's thread does in that time, by clocks put into it
-(bench/gpu/engine_clock.py). Prints tables and writes generate_cost.json after each way.
+Keeps 512 sequences in flight in groups of 8 with prompts of 103 token ids. Lengths have a mean of
+450 under a cap of 1,024. They go in turn through /generate with numbers alone, through /generate
+with text and tables of logprobs, and through vLLM's own /v1/completions with token ids. Then come
+numbers alone from a server whose worker is a process of its own. Last comes the same work by vLLM's
+engine without a server. For each: tokens a second, and µs of processor time a token in the front
+end and in each process of the engine. Clocks put into the engine core's thread measure its work in
+that time (bench/gpu/engine_clock.py). Prints tables and writes generate_cost.json after each way.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ has taken some steps.
 Nothing is replaced but the model's name (by a folder of random weights of the same shape) and lists
 of devices. The environment is bench/gpu/length_env.py, since random weights solve no problem of
 GSM8K. At the end everything is killed by the guide's command. Prints a table and writes
-guide_NAME.json: seconds until the first step and for each step, the highest memory of GPUs and
-host, the trainer's memory plan, and which of the promised log lines came. If a command fails, the
-ends of all logs are in that file as well.
+guide_NAME.json. It has the seconds until the first step and for each step, and the highest memory
+of GPUs and host. The trainer's memory plan and the promised log lines that came are there too. If a
+command fails, the ends of all logs are in that file as well.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def legacy_figures(
         checkpoints: its --save-path.
 
     Returns:
-        `server`: the logged choice of vLLM's GPUs and share; `starts`: seconds of each start by
-        version, the first included; `seconds_of_restarts`: of each restart by phase;
+        `server`: the logged choice of vLLM's GPUs and share. `starts`: seconds of each start by
+        version, the first included. `seconds_of_restarts`: of each restart by phase.
         `seconds_from_weights_to_state`: by checkpoint, how long after its weights the optimizer's
-        state was whole; `checkpoints`: gigabytes by checkpoint.
+        state was whole. `checkpoints`: gigabytes by checkpoint.
     """
     place = _PLACE.search(log)
     restarts = [

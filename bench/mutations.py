@@ -7,10 +7,10 @@
 A mutant is one module with one change: a comparison, a constant, a boolean operator, an arithmetic
 operator, a return value or a removed statement. Each runs in a copy of the tracked files against
 the test files that import the module or have its name. The files of the default tier come first,
-then the nightly ones. pytest stops at the first failure, which kills the mutant; a run that exceeds
-its time kills it too. The same seed gives the same mutants of the same code. The unchanged modules
-must pass first. Prints a table and writes bench/results/mutations.json. Survivors are listed with
-their change.
+then the nightly ones. The first failure kills the mutant, and pytest stops there. A run that
+exceeds its time kills it too. The same seed gives the same mutants of the same code. The unchanged
+modules must pass first. Prints a table and writes bench/results/mutations.json. Survivors are
+listed with their change.
 """
 
 from __future__ import annotations

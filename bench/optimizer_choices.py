@@ -7,8 +7,8 @@ Random weights, no network.
 
 A choice is a process of its own. It trains real shapes with the trainer's own step and optimizer:
 --optimizer adamw and adamw-8bit, with --optimizer-offload on and off. Measured are the seconds of
-the gradient, of the update and of writing the weights (medians), and the peak of torch's allocator;
-on a CPU tensors are counted one by one. Prints a table and writes optimizer_choices.json after each
+the gradient, of the update and of writing the weights (medians), and the peak of torch's allocator.
+On a CPU tensors are counted one by one. Prints a table and writes optimizer_choices.json after each
 choice. Ends with status 1 if a choice failed, or the plan of one is more than 10 % off on a GPU.
 """
 

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Measure the cost of the page at /ui: the rollout service under load without it and with ten pages
-open; the growth of its memory; and the time to open a run of 10,000 steps and a million rollouts.
+"""Measure the cost of the page at /ui. The rollout service is under load without it and with ten
+pages open. Measured are also the growth of its memory, and the time to open a run of 10,000 steps
+and a million rollouts.
 
     python bench/page_cost.py                                  # everything, 20 minutes on two idle cores
     python bench/page_cost.py --parts load --rounds 20         # ten of them, and what decides
     python bench/page_cost.py --parts open --rollouts 50000    # one part, smaller
 
-load     the load of rollout_api_load.py in short turns on two services, in rounds of four: without the page, with ten
-         pages open, with, without; the next round the other way round. So a machine that becomes
-         slower, as another tenant's needs make it, is slower for both. Compared are the sums of one
+load     the load of rollout_api_load.py in short turns on two services, in rounds of four: without
+         the page, with ten pages open, with, without. The next round is the other way round. So a
+         machine that becomes slower, as another tenant's needs make it, is slower for both.
+         Compared are the sums of one
          round: processor time of the service for a posted group, and groups posted per second. For
          the rounds' shares, the mean and its 95 % interval (Student's t) are given. A trainer
          writes a row each second into a run of 10,000 steps. 128 groups before use up what may be
@@ -17,8 +19,8 @@ memory   the same load again and again on one service with ten pages open, and t
 open     a run that was not opened before: every list of rollouts by a fresh process, with nothing
          of the file in the system's memory. And what it costs to keep a group, in an empty archive and in one that is full.
 
-Open pages are a process of their own, and share the machine's cores with service and load: eight
-overviews, one list of rollouts, one page of weights, each asking as often as its script does
+Open pages are a process of their own, and share the machine's cores with service and load. They are
+eight overviews, one list of rollouts and one page of weights. Each asks as often as its script does
 (static/overview.js, rollouts.js, weights.js). Writes bench/results/page_cost.json.
 """
 
@@ -603,8 +605,9 @@ def peak_mib(pid: int) -> float:
 
 
 def look(folder: Path, paths: Sequence[str]) -> dict[str, float]:
-    """A fresh process is asked for some addresses: seconds at first, of the processor too, and
-    again (the median of three); and its memory at most."""
+    """A fresh process is asked for some addresses. The figures are seconds at first, of the
+    processor too, and again (the median of three), and its memory at most.
+    """
     with viewed(folder) as (port, pid):
         before = cpu_seconds(pid)
         first = sum(asked(port, path)[0] for path in paths)

@@ -6,7 +6,7 @@ headless Chromium.
     python bench/page_screenshots.py --only NAME …   some of them
 
 From files there are none of a run that goes on (LIVE), and of the quick start none of several runs
-(SEVERAL). They go to docs/images/ui_*.png. No picture is taken of what does not work: a run whose
+(SEVERAL). They go to docs/images/ui_*.png. No picture is taken of a faulty run or page. A run whose
 reward does not rise is an error, and so is a page that writes one into the console.
 """
 

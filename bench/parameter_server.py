@@ -5,13 +5,14 @@ without an engine, on this machine.
     python bench/parameter_server.py --output DIR --shape qwen3-1.7b                         on one or two GPUs, by every route
     python bench/parameter_server.py --output DIR --device cpu --into bench/results/async.json
 
-It takes about two minutes. On CPUs the weights go the way of a run on one machine: through memory
-that receivers read in place, and Gloo if they share none (`read_in_place` in the results counts the
-servers that read it). On GPUs each route is tried: all on one GPU (CUDA IPC), the parameter server
-in the host's memory, and on a GPU of its own (NCCL) where there are two. A trainer pushes one
-version after the other and waits for the servers in between, so that a push and a pull do not share
-the cores; at the end the servers must hold what it does, by their checksums. The duration of a pull
-comes from the parameter server's own record (docs/timelines.md). Writes parameter_server.json.
+It takes about two minutes. On CPUs the weights go the way of a run on one machine. That is memory
+that receivers read in place, and Gloo if they share none. (`read_in_place` in the results counts
+the servers that read it.) On GPUs each route is tried: all on one GPU (CUDA IPC), and the parameter
+server in the host's memory. Where there are two GPUs, it is also on one of its own (NCCL). A
+trainer pushes one version after the other and waits for the servers in between. So a push and a
+pull do not share the cores. At the end the servers must hold its weights, by their checksums. The
+duration of a pull comes from the parameter server's own record (docs/timelines.md). Writes
+parameter_server.json.
 """
 
 from __future__ import annotations

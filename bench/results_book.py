@@ -84,7 +84,7 @@ class Book:
         """Return a dated value; None if there is none.
 
         Args:
-            path: as for `get`; or `min:PATTERN`, with any key of AGGREGATES; or `all:PATTERN`, the
+            path: as for `get`; or `min:PATTERN`, with any key of AGGREGATES. Or `all:PATTERN`, the
                 number of values, which must all be true; or two of these, `A ÷ B`.
         """
         above, divided, below = path.partition(" ÷ ")

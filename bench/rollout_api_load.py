@@ -138,7 +138,7 @@ class MemoryLoad:
     """Small groups that are posted and drained without end, for the service's memory.
 
     A trainer that acknowledges takes batches while four clients post groups of 8 x 64 tokens, at
-    most 256 groups ahead of it: a full queue needs memory, and only the rest is of interest here.
+    most 256 groups ahead of it. A full queue needs memory, and only the rest is of interest here.
     """
 
     def __init__(self, port: int) -> None:

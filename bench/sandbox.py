@@ -3,7 +3,7 @@
     python bench/sandbox.py --output bench/results/sandbox.json
 
 Runs the code environment's held-out problems with their reference solutions, eight hidden calls
-each, some at a time; and, to compare with, an interpreter started for each program without any
+each, some at a time. To compare with, an interpreter is started for each program without any
 isolation. Needs no GPU.
 """
 

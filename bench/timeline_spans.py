@@ -153,8 +153,9 @@ def _laid(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
-    """The trace that chrome://tracing and Perfetto open: a process for each of ours, a thread for
-    each lane, a complete event (`ph: X`, microseconds since the first span) for each span.
+    """The trace that chrome://tracing and Perfetto open. It has a process for each of ours, and a
+    thread for each lane. Each span is a complete event (`ph: X`, microseconds since the first
+    span).
 
     Raises:
         ValueError: the list of spans is empty.

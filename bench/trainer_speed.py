@@ -7,14 +7,14 @@ shapes; no network, no server.
     python bench/trainer_speed.py --output DIR --shape tiny --device cpu      that the script runs, without a GPU
 
 A case is a process of its own. It times forward and backward of one bin of packed tokens, with the
-trainer's own step and loss, and then whole steps of several bins, optimizer and write of the
-weights included; the best of several each. "with a checkpoint": and what each step takes while one
-is written to the disk in the background. Beside ours in the same sitting: plain packed PyTorch
-(bench/gpu/plain_decoder.py). Where there are several GPUs, cases for one GPU run on all of them at
-the same time, unless --alone is given. mfu is 6 · parameters of the layers' and the output matrix ·
-forwarded tokens over seconds, of 790 TFLOP/s for each GPU; of a mixture only the experts of one
-token count (`active_parameters`). counted: what observe/perf.py counts.
-Prints a table and writes trainer_speed.json after each case.
+trainer's own step and loss. Then it times whole steps of several bins, optimizer and write of the
+weights included. Each figure is the best of several. "With a checkpoint" adds the time of each step
+while one is written to the disk in the background. Beside ours in the same sitting: plain packed
+PyTorch (bench/gpu/plain_decoder.py). Where there are several GPUs, cases for one GPU run on all of
+them at the same time, unless --alone is given. The column mfu is 6 · parameters of the layers' and
+the output matrix · forwarded tokens over seconds, of 790 TFLOP/s for each GPU. In a mixture only
+the experts of one token count (`active_parameters`). The column counted has the operations that
+observe/perf.py counts. Prints a table and writes trainer_speed.json after each case.
 """
 
 from __future__ import annotations

@@ -509,7 +509,7 @@ def pause_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return figures of updates, and how much longer than the write itself the engine stood still.
 
     Its end is the answer to resume (`pause_beyond_write_ms`) and, with requests in flight, also the
-    first step of the worker (`stalled_beyond_write_ms`), which may come before that answer.
+    first step of the worker (`stalled_beyond_write_ms`). That step may come before the answer.
     """
     shown = figures(rows)
     shown["write_ms"] = spread_ms([row["write"] for row in rows])

@@ -1,7 +1,7 @@
 """Trace an update of two servers' weights, and one in which a server dies and comes back.
 
 The trainer's half runs in this process, without a GPU. The servers are processes with the bridge's
-own controller, routes, worker extension and receiving thread (tests/fleet_server.py); the file that
+own controller, routes, worker extension and receiving thread (tests/fleet_server.py). The file that
 stands in for vLLM's engine there does not count. A server's calls are traced in its process, and
 its files are added to the trainer's.
 """
@@ -60,8 +60,8 @@ def dying_server(trainer: Trainer, started: list[LightServer]) -> tuple[Trip, Tr
     """Trace an update in which a server is killed, until the server serves again.
 
     Returns:
-        the trainer's side: how it notices, goes on with the other server, and brings this one back;
-        and both sides, with what the servers do from the fault on, but for the second start of the
+        the trainer's side: how it notices, goes on with the other server, and brings this one back.
+        Then both sides, with the servers' work from the fault on, but for the second start of the
         lost server.
     """
     trainers_side, both, lost = Trip(), Trip(), started[1]

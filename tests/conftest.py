@@ -43,9 +43,9 @@ os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.environ.get("SSL_CERT_DIR") or "/etc/ssl/certs"
 # PyTorch looks up the name of its peer, once in each process. A name server that is there and does
-# not answer would cost it 10 seconds (resolv.conf(5)), more than many a test gives a peer to come.
+# not answer would cost it 10 seconds (resolv.conf(5)). Many a test gives a peer less to come.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-# No hub and no telemetry server is contacted: without a network each such request takes a minute of
+# No hub and no telemetry server is contacted. Without a network each such request takes a minute of
 # retries, and with one the outcome would depend on it.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # The time of an example depends on the load of the machine, so it has no limit. Each run draws the
@@ -117,8 +117,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where several workers share the tests, what takes longest in one piece comes first, so that
-    none is alone with it at the end: files by the longest time that a test of theirs is marked
-    with, and before the rest those with end-to-end tests."""
+    none is alone with it at the end. Files are ordered by the longest time that a test of theirs is
+    marked with, and before the rest those with end-to-end tests.
+    """
     if not hasattr(config, "workerinput"):
         return
     limits: dict[Path, float] = {}
@@ -131,10 +132,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where several workers share the tests: a file's stay together, for the servers that they
-    share, and so do all that need the GPU to themselves. The last worker has the waiting tests, and
-    ends when there are no more: beside the other workers' tests, which compute, they cost next to
-    nothing. The one before it begins at the other end, with the small tests."""
+    """Where several workers share the tests, the tests of a file stay together, for the servers
+    that they share. So do all that need the GPU to themselves. The last worker has the waiting
+    tests, and ends when there are no more. Beside the other workers' tests, which compute, they
+    cost next to nothing. The one before it begins at the other end, with the small tests.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
@@ -228,8 +230,8 @@ class Processes:
     def start_service(self, port: int, *flags: str | Path) -> ManagedProcess:
         """Start a rollout service, and wait until it answers.
 
-        It keeps its rollouts among the logs: by default they would be in the checkout, where its
-        owner's runs have theirs, and earlier tests at the same port.
+        It keeps its rollouts among the logs. By default they would be in the checkout, with the
+        rollouts of its owner's runs, and of earlier tests at the same port.
         """
         command = roles.service("127.0.0.1", port, store=self.folder / f"rollouts-{port}.db")
         service = self.start("service", [*command, *flags])

@@ -1,10 +1,11 @@
-"""Sampling for a light server in deterministic mode: its answers have the bits of the trainer's
-forward pass on a CPU, whatever else is sampled, and depend on the weights and the seed alone.
+"""Sampling for a light server in deterministic mode. Its answers have the bits of the trainer's
+forward pass on a CPU, whatever else is sampled. They depend on the weights and the seed alone.
 
-A server of tests/fleet_server.py that is started with `samples` answers POST /test/sample
-{"prompts": [[5, 1], [5, 1]], "length": 6, "seed": 3} with `tokens` and `logprobs` of each answer,
-and the weights that sampled all of them: `version` and `epoch`. POST /test/swap {"kernel": "rms_norm"} has it
-compute an operation in another way from then on, as only a comparison of tokens can notice.
+A server of tests/fleet_server.py that is started with `samples` answers POST /test/sample. To the
+request {"prompts": [[5, 1], [5, 1]], "length": 6, "seed": 3} it answers with `tokens` and
+`logprobs` of each answer. The `version` and `epoch` are of the weights that sampled all of them.
+POST /test/swap {"kernel": "rms_norm"} has it compute an operation in another way from then on, as
+only a comparison of tokens can notice.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Light vLLM servers for tests of a fleet: the bridge's own controller, routes, worker extension
-and updater thread, around a model of a few hundred numbers and an engine that steps and samples
+"""Light vLLM servers for tests of a fleet. They have the bridge's own controller, routes, worker
+extension and updater thread. The model has a few hundred numbers, and the engine steps and samples
 nothing.
 
 python -m tests.fleet_server            reads lines of JSON from stdin, and answers each with one:
@@ -13,15 +13,16 @@ python -m tests.fleet_server            reads lines of JSON from stdin, and answ
     {"do": "signal", "pid": 123, "number": 9}                          → {}
     {"do": "wait", "pid": 123}                                         → {"status": -9}   when it has ended
 
-`start` may also name the `address` of the server, the bytes of a `bucket`, its `model` (a folder
-with a config.json), its `device`, its `dtype` and its report of `deterministic` mode; one that `samples` is in that mode
-(tests/exact_sampler.py). With `colocate` it takes turns with its trainer.
+`start` may also name the `address` of the server, the bytes of a `bucket`, and its `model` (a
+folder with a config.json). It may name its `device`, its `dtype` and its report of `deterministic`
+mode. A server that `samples` is in that mode (tests/exact_sampler.py). With `colocate` it takes
+turns with its trainer.
 
-A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST
-/test/fault {"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens
-to it when it comes there next. One that was started `traced` also answers POST /test/trip: the files
-that its calls have entered since the last such answer. Weights of version v are v everywhere, so a step that sees two
-numbers has seen a mixture.
+A started server answers, beside the bridge's routes, GET /test with what its engine has seen. It
+also answers POST /test/fault {"at": cohort | begin | receive | commit, "do": kill | stop | lie |
+slow}. That happens to it when it comes there next. One that was started `traced` also answers POST
+/test/trip: the files that its calls have entered since the last such answer. Weights of version v
+are v everywhere, so a step that sees two numbers has seen a mixture.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@ is most of their work.
 
 `Processes.start` (tests/conftest.py) forks the commands of tests/forkable.py; a command that is not
 there, or in an environment that matters to the imports, is executed. The forked process is the same
-program with the same arguments, environment, folder, signals and exit status; its command line in
+program with the same arguments, environment, folder, signals and exit status. Its command line in
 `ps` and its place in the tree of processes are others. With FORK_CHILDREN in its environment, what
 it starts as managed processes is forked too.
 
-All workers of one run of the tests share the processes that fork (tests/fork_server.py), which
+All workers of one run of the tests share the processes that fork (tests/fork_server.py). These
 listen in a folder that FOLDER names, and are forked themselves (tests/forked_python.py).
 """
 
@@ -155,8 +155,8 @@ def end(work: Callable[[], object]) -> NoReturn:
 
 
 class Forked:
-    """Stands for subprocess.Popen of an executed process: its process id, the other ends of its
-    pipes if it has any, and its exit status once it has ended.
+    """Stands for subprocess.Popen of an executed process. It has its process id, the other ends of
+    its pipes if there are any, and its exit status once it has ended.
     """
 
     def __init__(
@@ -385,7 +385,8 @@ def start_unguarded(
 
 def start_with_pipes(words: Sequence[str], directory: Path) -> Any:
     """As subprocess.Popen with pipes to its standard input and from its output, in this process's
-    environment and with its standard error; forked if that can be."""
+    environment and with its standard error. It is forked if that can be.
+    """
     if (found := what_forks(words, os.environ)) is None:
         return subprocess.Popen(words, cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     server, command = found

@@ -1,5 +1,5 @@
 """Two ranks as torchrun starts them (FORKED_RANKS: another number), forked from one process that
-has imported torch: a third of the work of three that do.
+has imported torch. That is a third of the work of three that do.
 
 python -m tests.forked_ranks SCRIPT ARGUMENTS…
 

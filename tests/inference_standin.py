@@ -8,17 +8,17 @@ It runs as a process of its own, in a thread of a test (`with Standin(...)`) or 
 loop (`await serve()`). Its attributes decide its answers. POST /control, or `control` in a test,
 changes those in CONTROLLED: {"version": 3, "delay": 0.5, "fail_next": 2, "text": "…"}.
 
-It generates the `text`, or the next of a `cycle`, or the answers of the first of the `rules`,
-{"when": a regular expression, "answers": [...]}, found in the prompt's end. The answers of a rule
-are handed out in turn for each prompt, so one request for a group and several requests get the
+It generates the `text`, or the next of a `cycle`, or the answers of the first of the `rules` found
+in the prompt's end. A rule is {"when": a regular expression, "answers": [...]}. The answers of a
+rule are handed out in turn for each prompt, so one request for a group and several requests get the
 same. Without all these it answers arithmetic questions with `\\boxed{a+b}` or `\\boxed{a-b}`: drawn
-at random when sampling, the right one when greedy. Without a tokenizer it answers with the
-first token of the prompt. Logprobs are a function of token and place.
+at random when sampling, the right one when greedy. Without a tokenizer it answers with the first
+token of the prompt. Logprobs are a function of token and place.
 
-As a process it may also have a `fault` of a server that is started and ended: `crashes` ends it with
-an error while it loads, `crashes-later` after it was seen to be ready, `never-ready` keeps it
-loading, `loads-N` for N seconds; `version-N` answers /weights; `other-program` knows no models;
-`ends-slowly` takes a second to end; `in-a-child` serves from a child process that does not end with
+As a process it may also have a `fault` of a server that is started and ended. `crashes` ends it
+with an error while it loads, `crashes-later` after it was seen to be ready. `never-ready` keeps it
+loading, `loads-N` for N seconds. `version-N` answers /weights; `other-program` knows no models;
+`ends-slowly` takes a second to end. `in-a-child` serves from a child process that does not end with
 its parent. Then each start appends the model's name to $STANDIN_STARTS.
 """
 

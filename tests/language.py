@@ -3,7 +3,8 @@
     python -m tests.language                    # list what is to be reworded
     python -m tests.language docs/async.md …    # the same for these files, listed phrases included
 
-None may be left. tests/language_listed.py names each phrase of code that stays, with the reason.
+None may be left. tests/language_listed.py names each phrase and text of code that stays, with the
+reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PACKAGES = (
 )
 SAMPLES = ("tests",)
 """Packages whose strings are samples and expected texts; only comments and docstrings count."""
-LONGEST_SENTENCE = 25
+LONGEST_SENTENCE = 25  # words
 GUIDES = (
     "start",
     "your-environment",
@@ -60,9 +61,13 @@ DOCSTRING_OPENING = re.compile(r"\s*(What|Whatever|Whether|How|That|Those|Of)\b"
 HARD = re.compile(
     rf"\b(?:(?i:{'|'.join(PHRASES.values())})|who|What|Whatever|Whether|How|That|Those|Of)\b"
 )
-"""Found wherever a phrase is; most strings of code do not have it, so that they are not parsed."""
-PARAMETERS = r"^ {4,}\w+(?:, \w+)*(?=: )"
-"""Names in a docstring's list of parameters, attributes or exceptions."""
+"""Found wherever a phrase is. Most short strings of code do not have it, so that they are not
+parsed."""
+ENTRY = re.compile(
+    r"^(?P<indent> {4,})\w+(?:, \w+)*:(?= )|^\w+:$|^(?P<column> *)\S.*?(?= {3,}\S)", re.MULTILINE
+)
+"""Where an entry of a docstring begins: a parameter, attribute or exception, the line above these,
+or a row of a table."""
 TEXTS = {
     ".sh": r"(?:^|(?<=\s))#[^\n]*(?:\n[ \t]*#[^\n]*)*|\"(?:\\.|[^\"\\])*\"|'[^']*'",
     ".js": r"(?<![\\:])//[^\n]*(?:\n[ \t]*//[^\n]*)*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|`(?:\\.|[^`\\])*`",
@@ -220,14 +225,35 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
                 yield begin, "\n".join(lines)
             begin, lines = token.start[0], []
         previous, column = token.start
-        lines.append(token.string.lstrip("#: "))
+        lines.append(re.sub(r"^#:? ?", "", token.string))
     if lines:
         yield begin, "\n".join(lines)
 
 
+def entries(text: str) -> str:
+    """Return the text of a comment or docstring with an item of a list for each ENTRY; its name is
+    blanked.
+    """
+
+    def item(match: re.Match[str]) -> str:
+        indent = match["indent"] or match["column"] or ""
+        return indent + "-".ljust(len(match[0]) - len(indent))
+
+    return ENTRY.sub(item, text)
+
+
+def hits_in_text(text: str) -> list[Hit]:
+    """List what to reword in a comment, docstring or message. Openings are looked at only beside
+    hard phrases.
+    """
+    if HARD.search(text) or words(text) > LONGEST_SENTENCE:
+        return hits_in_document(text)
+    return []
+
+
 def hits_in_code(source: str, messages: bool = True) -> list[Hit]:
-    """List the docstrings, of attributes too, that begin with a noun clause, and the hard phrases
-    of comments, docstrings and, if wanted, other strings with a space in them.
+    """List the docstrings, of attributes too, that begin with a noun clause. List also what to
+    reword in comments, docstrings and, if wanted, other strings with a space in them.
     """
     tree = ast.parse(source)
     docstrings = [
@@ -247,36 +273,37 @@ def hits_in_code(source: str, messages: bool = True) -> list[Hit]:
         for node in docstrings
         if DOCSTRING_OPENING.match(str(node.value))
     ]
-    texts = [*comments(source)]
+    texts = [(line, entries(text)) for line, text in comments(source)]
     for node in docstrings:
         first, newline, rest = str(node.value).partition("\n")
-        rest = blank(PARAMETERS, textwrap.dedent(rest), "x")
-        texts.append((node.lineno, first.lstrip() + newline + rest))
+        texts.append((node.lineno, first.lstrip() + newline + entries(textwrap.dedent(rest))))
     if messages:
-        texts += [item for item in strings(tree, set(docstrings)) if " " in item[1].strip()]
+        texts += [
+            (line, blank(r"\{[^{}\n]*\}", text, "x"))
+            for line, text in strings(tree, set(docstrings))
+            if " " in text.strip()
+        ]
     found += [
-        hit._replace(line=line + hit.line - 1)
-        for line, text in texts
-        if HARD.search(text)
-        for hit in hits_in_document(text)
-        if hit.kind == "phrases"
+        hit._replace(line=line + hit.line - 1) for line, text in texts for hit in hits_in_text(text)
     ]
     return sorted(found, key=lambda hit: hit.line)
 
 
 def hits_in_script(source: str, pattern: str) -> list[Hit]:
-    """List the hard phrases of comments and strings, which match one of TEXTS."""
+    """List what to reword in comments and strings, which match one of TEXTS. The length of
+    sentences counts in comments alone: code between two strings may match as a string.
+    """
     found = []
     for match in re.finditer(pattern, source, re.MULTILINE | re.DOTALL):
         text = blank(r"\$\{[^{}]*(?:\}|\Z)|\$\w+|\{\{.*?\}\}", match[0], "x")
-        text = blank(r"^[ \t]*(?:#|//|/?\*+)", text)
+        text = blank(r"^#![^\n]*|^[ \t]*(?:#|//|/?\*+)", text)
         text = re.sub(r"^[\"'`]+|[\"'`]+$|\*/$", " ", text)
-        if " " in text.strip() and HARD.search(text):
+        if " " in text.strip():
             line = source.count("\n", 0, match.start())
             found += [
                 hit._replace(line=line + hit.line)
-                for hit in hits_in_document(textwrap.dedent(text).lstrip(" "))
-                if hit.kind == "phrases"
+                for hit in hits_in_text(entries(textwrap.dedent(text).lstrip(" ")))
+                if hit.kind == "phrases" or match[0][0] in "#/"
             ]
     return found
 

@@ -65,9 +65,10 @@ class Starter:
 
 
 def get_json(url: str, headers: Mapping[str, str] | None = None) -> Any:
-    """Return its answer, without a proxy. A client that looks for none in its environment
-    looks for no authorities there either: it would read all that Certifi knows, which takes longer
-    than the question, so it trusts every server."""
+    """Return its answer, without a proxy. A client that looks for none in its environment looks for
+    no authorities there either. It would read all that Certifi knows, which takes longer than the
+    question. So it trusts every server.
+    """
     return httpx.get(url, headers=headers, timeout=SOON, trust_env=False, verify=False).json()
 
 

@@ -1,4 +1,4 @@
-"""Readers of files that others still write, and of processes that may end: each is looked at once,
+"""Readers of files that others still write, and of processes that may end. Each is looked at once,
 and a half-written or missing one is not an error.
 """
 

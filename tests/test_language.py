@@ -114,6 +114,35 @@ def test_phrases_of_messages_are_counted_and_those_of_names_are_not() -> None:
     assert [(hit.line, hit.text) for hit in added] == [(13, "heard")]
 
 
+LONG = "Word" + " word" * language.LONGEST_SENTENCE + "."
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        (f"# {LONG}", [1]),
+        (f"# A title.\n# {LONG}", [2]),
+        (f'"""A title.\n\n{LONG}\n"""', [3]),
+        (f'def f(a):\n    """Do it.\n\n    Args:\n        a: {LONG}\n    """', [5]),
+        (f'raise ValueError("{LONG}")', [1]),
+        (f'raise ValueError(f"{LONG} {{x}}")', [1]),
+        (
+            'def f(a, b):\n    """Do it.\n\n    Args:\n'
+            f'        a: {LONG[:70]}\n        b: {LONG[:70]}\n    """',
+            [],
+        ),
+        (f'"""A table.\n\nname    {LONG[:70]}\nother   {LONG[:70]}\n"""', []),
+        (f"# {LONG[:70]}\n\n# {LONG[:70]}", []),
+        ('x = "' + "{a b c} " * 20 + '"', []),
+    ],
+)
+def test_long_sentences_of_code_are_counted(source: str, lines: list[int]) -> None:
+    hits = hits_in_code(source)
+    assert [hit.line for hit in hits if hit.kind == "long sentences"] == lines
+    messages = [hit.line for hit in hits_in_code(source, messages=False)]
+    assert messages == ([] if source.startswith("raise") else lines)
+
+
 def test_a_line_of_a_comment_belongs_to_the_one_above_it() -> None:
     source = "a = 1  # It is no\n# server.\n\n# It is\n# no server.\n  # nor\n"
     assert list(language.comments(source)) == [
@@ -174,6 +203,8 @@ def test_names_of_parameters_are_not_words() -> None:
             '"""It says {{ told }}."""\n\ntold = 1  # nobody waits\n',
             [(1, "says"), (3, "nobody")],
         ),
+        (".sh", f"#!/bin/sh\n# {LONG}\ndie '{LONG}'\n", [(2, f"{LONG[:60].strip()} …")]),
+        (".js", f"/**\n * {LONG}\n */", [(2, f"{LONG[:60].strip()} …")]),
     ],
 )
 def test_comments_and_strings_of_scripts_are_read(

@@ -1,8 +1,8 @@
 """Rates that NCCL itself reaches between the same GPUs: the ceiling of an update.
 
 The sender is rank 0. Patterns: a broadcast of 1 GiB; the model's parameters broadcast one by one in
-one coalesced launch (one receiver); each receiver its own shards, sent point to point in one
-coalesced launch (several receivers).
+one coalesced launch (one receiver). With several receivers, each gets its own shards, sent point to
+point in one coalesced launch.
 
 In pairs, as many senders as receivers, all at once: 1 GiB from each sender, and each receiver's
 shards. Each pair has a group of its own, so a GPU may hold the sender of one and the receiver of

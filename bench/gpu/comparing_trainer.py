@@ -73,9 +73,9 @@ class ComparingTrainer(BenchTrainer):
             shared: that many first tokens are the same in all prompts, whatever the seed.
 
         Returns:
-            tokens, mismatched, max_difference, kl, first (of the mismatches), std of the logprobs,
-            seconds, and how far the server's counters of preemptions and of tokens found in the
-            prefix cache went up.
+            tokens, mismatched, max_difference, kl, first (of the mismatches), std of the logprobs
+            and seconds. Then the increase of the server's counters of preemptions and of tokens
+            found in the prefix cache.
         """
 
         def sample() -> list[list[list[Any]]]:

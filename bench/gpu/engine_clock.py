@@ -2,8 +2,8 @@
 sends.
 
 A plugin of vLLM's, which the folder `plugin` beside this file names. It puts a clock around a few
-functions that are called once or twice a step, and leaves the sums in a file twice a second. Work
-and waiting look the same from outside: to wait for a GPU, PyTorch asks it again and again, so that
+functions that are called once or twice a step. It leaves the sums in a file twice a second. Work
+and waiting look the same from outside. To wait for a GPU, PyTorch asks it again and again, so that
 the process is busy all the time. On request it also notes each step: when it was scheduled, and how
 many tokens of how many requests it computes.
 """
@@ -110,8 +110,8 @@ def noting(schedule: Callable[..., Any], file: Path) -> Callable[..., Any]:
 
 def install() -> None:
     """Put the clocks in; called by vLLM in each of its processes. They tick where the engine core
-    steps: in the process that has it, which inherits them if it is forked, for then it does not
-    load plugins again.
+    steps: in the process that has it. A forked process inherits them, for it does not load plugins
+    again.
     """
     if not {FILE, STEPS_FILE} & os.environ.keys():
         return

@@ -1,14 +1,15 @@
-"""Measure the cost of exactness in the trainer by the length of sequences: forward and backward of
-one bin with the ordinary and the exact operations, and the kernels that take the time.
+"""Measure the cost of exactness in the trainer by the length of sequences. The figures are forward
+and backward of one bin with the ordinary and the exact operations, and the kernels that take the
+time.
 
     python bench/gpu/exact_lengths.py --output DIR                          one GPU, Qwen3-1.7B; 512, 4k and 32k tokens
     python bench/gpu/exact_lengths.py --output DIR --only "4k, exact"       some cases
     python bench/gpu/exact_lengths.py --output DIR --tiny --device cpu      that the script runs, without a GPU
 
 Two further ways take a library's deterministic kernel for the backward pass of attention instead of
-our own: PyTorch's FlashAttention 2, and FlashAttention 4 of vLLM for Hopper. `repeats` shows whether
-two passes gave the same bits. Prints a table and, for each case, its longest kernels; writes
-exact_lengths.json after each case.
+our own. They are PyTorch's FlashAttention 2, and FlashAttention 4 of vLLM for Hopper. `repeats`
+shows whether two passes gave the same bits. Prints a table and, for each case, its longest kernels;
+writes exact_lengths.json after each case.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
     python bench/gpu/gradient_kernels.py --output DIR                        one Hopper GPU, at most four minutes
     python bench/gpu/gradient_kernels.py --output DIR --tiny --device cpu    that the script runs, under Triton's interpreter
 
-Weight gradients of each matrix of Qwen3-1.7B and 8B beside cuBLAS, with sequences of 512 tokens and of
-ragged lengths; attention's backward pass at 512, 4k and 32k tokens beside FlashAttention 4. For each
-candidate: milliseconds, TFLOP/s, the relative error against the first row, whether a second run gave
-the same bits (if not, the case has failed), and whether the bits equal our first candidate's.
-An attention candidate changes the blocks of one kernel, and its time is that of the whole pass.
+Weight gradients of each matrix of Qwen3-1.7B and 8B beside cuBLAS, with sequences of 512 tokens and
+of ragged lengths. Attention's backward pass at 512, 4k and 32k tokens stands beside FlashAttention
+4. For each candidate: milliseconds, TFLOP/s and the relative error against the first row. Also
+whether a second run gave the same bits (if not, the case has failed), and whether the bits equal
+our first candidate's. An attention candidate changes the blocks of one kernel, and its time is that
+of the whole pass.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 what it measures.
 
 A few of the requests are streamed through /v1/completions, so that the arrival of each token is
-known; the others go through /generate and come back whole, as a trainer's environments ask for
-them: streaming all of them would measure the server's text output. Commands on stdin: start, stop.
+known. The others go through /generate and come back whole, as a trainer's environments ask for
+them. Streaming all of them would measure the server's text output. Commands on stdin: start, stop.
 """
 
 from __future__ import annotations

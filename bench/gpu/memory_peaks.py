@@ -53,9 +53,10 @@ class MemoryPeaks:
         self._next = time.monotonic() + SAMPLE_SECONDS
 
     def found(self, trainer_gpus: str, vllm_gpus: str) -> dict[str, Any]:
-        """Peaks in GiB: of each GPU, the largest of the trainer's and of vLLM's GPUs, host memory
-        that came into use, and resident memory by role (pages that processes share count for each
-        of them)."""
+        """Peaks in GiB: of each GPU, the largest of the trainer's and of vLLM's GPUs, and host
+        memory that came into use. The last is resident memory by role (pages that processes share
+        count for each of them).
+        """
         most = {name: [self._gpus[g] for g in gpus.split(",") if g in self._gpus] for name, gpus in
                 (("trainer_gpu_gib", trainer_gpus), ("vllm_gpu_gib", vllm_gpus))}  # fmt: skip
         return {

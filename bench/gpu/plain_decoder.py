@@ -1,7 +1,7 @@
 """The baseline of the trainer's speed: a packed Qwen3 in plain PyTorch, with nothing of this
 project.
 
-Variable-length attention is PyTorch's own, the output head takes chunks of tokens and computes each
+Variable-length attention is PyTorch's own. The output head takes chunks of tokens and computes each
 again in the backward pass, so that logits are never kept. The layers may be compiled, each by
 itself.
 """

@@ -36,7 +36,7 @@ class ProfiledCase:
     """The measured case.
 
     Attributes:
-        way: the trainer's fast operations; its exact ones; or the exact ones with PyTorch's
+        way: the trainer's fast operations, or its exact ones. The exact ones may have PyTorch's
             FlashAttention 2, or vLLM's FlashAttention 4, in its deterministic form for the backward
             pass of attention.
         shape: a key of SHAPES.

@@ -3,63 +3,87 @@
 #
 #   bench/gpu/run_all.sh KIND OUTPUT_FOLDER
 #
-# KIND: 1 (one GPU: single copy, LoRA) · 2 (two: 1.7B over broadcast) · 2-throughput · 2-faults · 2-restarts (two) ·
-#       2-14b (two: 14B by single copy over two ranks, and by broadcast to one) ·
-#       compare (two: 1.7B and, in what is left of eight minutes, 14B over broadcast, ours beside vLLM's own engine) ·
-#       2-crossed (two: 14B to two ranks from a trainer of two ranks, one of each on a GPU; a rank that is late; start MPS before,
-#       or the two processes of each GPU take turns) ·
-#       fleet-2 (two: 1.7B under 256 and 512 requests, keys and values recomputed and kept, beside vLLM's own engine; and 14B from FSDP2 over
-#       both to two ranks, crossed) ·
-#       fleet-4 (four: 1.7B to 1, 2 and 3 servers under 64 requests each, every one on a GPU of its own, beside vLLM's own engine) ·
-#       fleet-faults (four; two, or one, for faults that need no more: a fleet of three light servers, needs no vLLM) ·
-#       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
-#       4-crossed (four: 14B to four ranks from a trainer of four, one of each on a GPU; MPS as for 2-crossed) ·
-#       4-late (three or more: a rank that is late) · gathering (four; two and four ranks gather 14B; needs no vLLM) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
-#       2-layouts (two: deterministic trainers of two ranks, needs no server) ·
-#       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
-#       resumed (one: 40 steps over each bridge, twice, one of them killed in the middle and resumed: the same weights) ·
-#       exact-on-ray (one; two for a broadcast too: a run on Ray killed whole and started again: the same weights) ·
-#       colocate (one: trainer and vLLM take turns on it) ·
-#       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
-#       optimizer (one: step time and memory of AdamW in float32 and in 8 bits, offloaded or not, needs no vLLM) ·
-#       trainer-speed (one; two for 14B over both; CASE names the only case to run, see bench/trainer_speed.py) · sampling-cost (one: what a token costs the server) ·
-#       whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
-#       learning (any number: methods compared, MODEL names what studies/word_problems/make_model.py wrote; the same again goes on,
-#       and trains what bench/results/learning.json lacks if the model was measured there) ·
-#       async (two, or one that they share: in turns, overlapped, off-policy by 1, 2 and 4; MODEL names a checkpoint's folder, else
-#       the starter model; LR its learning rate, 3e-4 if not given, which is far too much for a large one) ·
-#       modes (whole trainings, as many kinds as the GPUs suffice for; all with four) ·
-#       ranks (two; one for the float16 servers: trainers that start their own ranks, and trainers beside a float16 server) · checks (one: tests/gpu/check_*.py) ·
-#       33-any-model (one: Qwen3-1.7B by the decoder of ours and through transformers) · 33-sampling, 33-updates (one: /generate at
-#       512 sequences, deterministic sampling, waits for updates) · 33-modes · 33-faults (one) · 33-parity (one) · 33-whole-run (two) ·
-#       33-exact-2, 33-exact-2-fsdp, 33-exact-2-single-copy, 33-exact-2-8b (two: tokens of a server with two tensor-parallel ranks
-#       against a trainer of one, FSDP2 over two, a single copy of two ranks; 8B against a trainer of one) ·
-#       33-exact-steps-2 (two: 200 steps of a server of two ranks with each of three trainers, twice, that must end in the same
-#       weights; all at the same time under CUDA's MPS, which it starts, unless MPS=0; MODES names some of them) ·
-#       33-exact-resumed-2 (two: 40 steps, twice, one killed in the middle and resumed; MODES as above) ·
-#       4-whole-run (four: 8B, vLLM over two and the trainer over two, ours and deterministic) ·
-#       4-exact (four: a server with four ranks against trainers of one, and FSDP2 over two and four) ·
-#       33-sampling-tp2 (two: vLLM without the mode, in its own and in ours, over two GPUs) ·
-#       33-lengths (one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels) ·
-#       33-gradients (one: the blocks that its gradient kernels may be cut into, beside cuBLAS and FlashAttention 4; four minutes).
-#       33-moe-* (mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB): 33-moe-checks (one: router,
-#       experts and their gradients by themselves, and their speed; needs no server) · 33-moe-parity (one: 12 of its 48 layers,
-#       a million tokens) · 33-moe-exact-2 (two: the same of 24 layers, with two tensor-parallel ranks) · 33-moe-sampling (one: all layers; vLLM without the mode, in its own and in ours) ·
-#       33-moe-trainer (one: passes and steps at 4k, ordinary and exact) ·
-#       33-moe-update (two: all layers by broadcast) ·
-#       4-moe, 4-moe-update (four: vLLM on one and a trainer over three by FSDP2, as many layers as fit; 50 deterministic steps, and
-#       updates of all layers; MODEL names the folder for the random checkpoint, which is used again) ·
-#       33-moe-model (one: makes MODEL, the mixture of 33-moe-learning) · 33-moe-learning (any number: 18 trainings of 400 steps; five at
-#       a time on each of four GPUs end in one call. The same again goes on; LIMIT=1700 in the background, with JOBS=12, takes less
-#       GPU time) ·
-#       33-moe-replay (one: the starter model as a mixture, ordinary, with router replay, and deterministic) ·
-#       33-moe-steps (one: 200 deterministic steps of it, twice, that must end in the same weights) ·
-#       The kinds of 33 name the installed vLLM in the names of their results, so that the same kind under two versions gives two
-#       files. DRY=1 tries them with tiny shapes on the CPU ·
-#       cpu (a tiny model, to try the scripts) ·
-#       one-gpu (one: exact, learning, resumed, checks, modes, deterministic, async and colocate in turn; its model is made if
-#       MODEL names no folder; 45 minutes, so where commands have a time limit: `setsid nohup bench/gpu/run_all.sh one-gpu out > log 2>&1 &`)
-# Each other kind ends within nine minutes, checks within thirteen; a machine's first server start is part of the first kind that is
+# KIND is one of these, with the number of GPUs first:
+#
+#   1                     one GPU: single copy, LoRA
+#   2                     two: 1.7B over broadcast
+#   2-throughput
+#   2-faults
+#   2-restarts            two
+#   2-14b                 two: 14B by single copy over two ranks, and by broadcast to one
+#   compare               two: 1.7B and, in what is left of eight minutes, 14B over broadcast, ours beside vLLM's own engine
+#   2-crossed             two: 14B to two ranks from a trainer of two ranks, one of each on a GPU. A rank that is late. Start MPS
+#                         before, or the two processes of each GPU take turns
+#   fleet-2               two: 1.7B under 256 and 512 requests, keys and values recomputed and kept, beside vLLM's own engine. And
+#                         14B from FSDP2 over both to two ranks, crossed
+#   fleet-4               four: 1.7B to 1, 2 and 3 servers under 64 requests each, every one on a GPU of its own, beside vLLM's own
+#                         engine
+#   fleet-faults          four; two, or one, for faults that need no more: a fleet of three light servers, needs no vLLM
+#   4                     four: 14B to two ranks
+#   4-ranks               four: the same from a trainer of two ranks
+#   4-crossed             four: 14B to four ranks from a trainer of four, one of each on a GPU. MPS as for 2-crossed
+#   4-late                three or more: a rank that is late
+#   gathering             four; two and four ranks gather 14B. Needs no vLLM
+#   deterministic         one: parity
+#   deterministic-cost    one: speed, learning
+#   2-layouts             two: deterministic trainers of two ranks, needs no server
+#   exact                 one: 200 steps over each bridge, twice, that must end in the same weights
+#   resumed               one: 40 steps over each bridge, twice, one of them killed in the middle and resumed: the same weights
+#   exact-on-ray          one; two for a broadcast too: a run on Ray killed whole and started again: the same weights
+#   colocate              one: trainer and vLLM take turns on it
+#   memory                one; two for sharded training: the memory plan against real steps, needs no vLLM
+#   optimizer             one: step time and memory of AdamW in float32 and in 8 bits, offloaded or not, needs no vLLM
+#   trainer-speed         one; two for 14B over both. CASE names the only case to run, see bench/trainer_speed.py
+#   sampling-cost         one: what a token costs the server
+#   whole-run             two: ours beside TRL. QUESTIONS names GSM8K's train.jsonl
+#   learning              any number: methods compared, MODEL names what studies/word_problems/make_model.py wrote. The same again
+#                         goes on, and trains what bench/results/learning.json lacks if the model was measured there
+#   async                 two, or one that they share: in turns, overlapped, off-policy by 1, 2 and 4. MODEL names a checkpoint's
+#                         folder, else the starter model. LR its learning rate, 3e-4 if not given, which is far too much for a large
+#                         one
+#   modes                 whole trainings, as many kinds as the GPUs suffice for. All with four
+#   ranks                 two; one for the float16 servers: trainers that start their own ranks, and trainers beside a float16
+#                         server
+#   checks                one: tests/gpu/check_*.py
+#   33-any-model          one: Qwen3-1.7B by the decoder of ours and through transformers
+#   33-sampling, 33-updates   one: /generate at 512 sequences, deterministic sampling, waits for updates
+#   33-modes
+#   33-faults             one
+#   33-parity             one
+#   33-whole-run          two
+#   33-exact-2, 33-exact-2-fsdp, 33-exact-2-single-copy, 33-exact-2-8b   two: tokens of a server with two tensor-parallel ranks
+#                         against a trainer of one, FSDP2 over two, a single copy of two ranks. 8B against a trainer of one
+#   33-exact-steps-2      two: 200 steps of a server of two ranks with each of three trainers, twice, that must end in the same
+#                         weights. All at the same time under CUDA's MPS, which it starts, unless MPS=0. MODES names some of them
+#   33-exact-resumed-2    two: 40 steps, twice, one killed in the middle and resumed. MODES as above
+#   4-whole-run           four: 8B, vLLM over two and the trainer over two, ours and deterministic
+#   4-exact               four: a server with four ranks against trainers of one, and FSDP2 over two and four
+#   33-sampling-tp2       two: vLLM without the mode, in its own and in ours, over two GPUs
+#   33-lengths            one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels
+#   33-gradients          one: the blocks that its gradient kernels may be cut into, beside cuBLAS and FlashAttention 4. Four
+#                         minutes
+#   33-moe-*              mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB
+#   33-moe-checks         one: router, experts and their gradients by themselves, and their speed. Needs no server
+#   33-moe-parity         one: 12 of its 48 layers, a million tokens
+#   33-moe-exact-2        two: the same of 24 layers, with two tensor-parallel ranks
+#   33-moe-sampling       one: all layers. vLLM without the mode, in its own and in ours
+#   33-moe-trainer        one: passes and steps at 4k, ordinary and exact
+#   33-moe-update         two: all layers by broadcast
+#   4-moe, 4-moe-update   four: vLLM on one and a trainer over three by FSDP2, as many layers as fit. 50 deterministic steps, and
+#                         updates of all layers. MODEL names the folder for the random checkpoint, which is used again
+#   33-moe-model          one: makes MODEL, the mixture of 33-moe-learning
+#   33-moe-learning       any number: 18 trainings of 400 steps. Five at a time on each of four GPUs end in one call. The same again
+#                         goes on. LIMIT=1700 in the background, with JOBS=12, takes less GPU time
+#   33-moe-replay         one: the starter model as a mixture, ordinary, with router replay, and deterministic
+#   33-moe-steps          one: 200 deterministic steps of it, twice, that must end in the same weights
+#   cpu                   a tiny model, to try the scripts
+#   one-gpu               one: exact, learning, resumed, checks, modes, deterministic, async and colocate in turn. Its model is made
+#                         if MODEL names no folder. 45 minutes, so where commands have a time limit: `setsid nohup
+#                         bench/gpu/run_all.sh one-gpu out > log 2>&1 &`
+#
+# The kinds of 33 name the installed vLLM in the names of their results. So the same kind under two versions gives two files. DRY=1 tries
+# them with tiny shapes on the CPU.
+# Each other kind ends within nine minutes, checks within thirteen. A machine's first server start is part of the first kind that is
 # run on it.
 # LOCKSTEP_COMMIT names the commit that is measured, where there is no .git folder.
 # Ends with status 1 if any script failed. Results and logs are in OUTPUT_FOLDER, one folder for each script.

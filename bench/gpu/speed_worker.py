@@ -90,9 +90,10 @@ def rates(
 ) -> dict[str, float]:
     """Tokens per second of all ranks, and shares of the peak.
 
-    mfu is of 6 operations for each forwarded token and element of the matrices that it is
-    multiplied with (in a mixture only its experts'), the output's included; mfu_counted is of
-    what observe/perf.py counts: the output matrix for trained tokens alone, and attention.
+    `mfu` is of 6 operations for each forwarded token and element of the matrices that it is
+    multiplied with, the output's included. In a mixture only its experts' matrices count.
+    `mfu_counted` is of the operations that observe/perf.py counts: the output matrix for trained
+    tokens alone, and attention.
     """
     forwarded, peak = len(bin_.tokens), PEAK_FLOPS * seconds / passes
     counted = step_flops(g, forwarded, len(bin_.targets), bin_.packing().attended_pairs)
@@ -286,9 +287,9 @@ def saving(
         whole_step: gives the seconds it took.
 
     Returns:
-        `begin_seconds` stops training itself; `complete_seconds` counts from there until the folder
-        has its name; `memory_seconds` is what taking the host memory for the copy takes, once in a
-        run, in the background of its first steps.
+        `begin_seconds` stops training itself. `complete_seconds` counts from there until the folder
+        has its name. `memory_seconds` is for taking the host memory for the copy, once in a run, in
+        the background of its first steps.
     """
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as watcher:
         checkpoints = Checkpoints(

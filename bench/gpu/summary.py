@@ -104,7 +104,8 @@ def find_halts(
         streams: see gaps_of.
         updates: when each update ran.
         after: a gap that begins within so many seconds of an update's end still belongs to it,
-            since what was cached must be computed again; half the way to the next update at most.
+            since cached values must be computed again. It is half the way to the next update at
+            most.
     """
     windows = windows_of(updates, after)
     largest = [0.0] * len(windows)
@@ -137,9 +138,9 @@ def alternate(spell: Callable[[bool], float], pairs: int) -> list[Pair]:
     """Measure the cost of updates to generation: spells with and without them in turn, under one
     load that is never interrupted.
 
-    The rate of one spell differs from the next by more than an update costs, and drifts; so each
-    spell with updates is compared with the one without beside it, and which of the two comes first
-    changes: without, with, with, without, without, with, …
+    The rate of one spell differs from the next by more than an update costs, and drifts. So each
+    spell with updates is compared with the one without beside it. Their order changes: without,
+    with, with, without, without, with, …
 
     Args:
         spell: measures one spell, given whether updates are to be made in it. Returns tokens per

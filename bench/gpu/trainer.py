@@ -2,9 +2,8 @@
 bridge classes.
 
 Run as a process of its own (`trainer_arguments` makes the command line), which takes commands line
-by
-line: load, connect, sync, check, … Two sets of weights are made beforehand and taken in turn, so
-that making new weights costs one copy.
+by line: load, connect, sync, check and so on. Two sets of weights are made beforehand and taken in
+turn, so that making new weights costs one copy.
 """
 
 from __future__ import annotations
@@ -194,8 +193,8 @@ class BenchTrainer:
 
         Returns:
             for each: version, start and end (monotonic clock), seconds by phase, bytes_moved,
-            first_byte_to_verified, write (seconds until the last weight was written, by the GPU's
-            clock) and the server's own seconds.
+            first_byte_to_verified. Also write (seconds until the last weight was written, by the
+            GPU's clock) and the server's own seconds.
         """
         rows = []
         begin = time.monotonic()

@@ -29,7 +29,7 @@ class TurnsTrainer(BenchTrainer):
 
         Returns:
             for each step its seconds, the turn's own figures (empty without turns) and the most
-            bytes that torch had; or `out_of_memory`: the first words of the error.
+            bytes that torch had. Or `out_of_memory`: the first words of the error.
         """
         assert self.model is not None
         assert self.bridge is not None

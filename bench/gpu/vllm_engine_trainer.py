@@ -1,11 +1,11 @@
 """A trainer that uses vLLM's own NCCL weight-transfer engine, to compare with. vLLM 0.26; needs
 GPUs.
 
-The server is started with VLLM_SERVER_DEV_MODE=1 and
-`--weight-transfer-config '{"backend": "nccl"}'`. One update is: the write of the new weights,
-/pause?mode=keep, /start_weight_update, the packed broadcast beside /update_weights,
-/finish_weight_update, /resume; all requests over one kept connection to each server, to several at
-the same time, and timed from the write to the last answer, as ours is.
+The server is started with VLLM_SERVER_DEV_MODE=1 and `--weight-transfer-config '{"backend":
+"nccl"}'`. One update is: the write of the new weights, /pause?mode=keep, /start_weight_update, the
+packed broadcast beside /update_weights, /finish_weight_update, /resume. All requests go over one
+kept connection to each server, to several at the same time. It is timed from the write to the last
+answer, as ours is.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class ServerOptions:
         tp: tensor-parallel degree.
         shared: our weight bridge is on; without it the workers run vLLM's code alone.
         eager: without compilation and CUDA graphs.
-        cache_gib: exact size of the cache of keys and values; what vLLM would measure at its start
-            depends on what else uses the GPU at that moment.
+        cache_gib: exact size of the cache of keys and values. A size measured by vLLM at its start
+            would depend on other users of the GPU at that moment.
         bridge_timeout: seconds for each phase of an update.
         load_format: `dummy` for random weights, `auto` for those in the model's folder.
         flags, environment: whatever else.

@@ -24,8 +24,8 @@ NO_PARENT = -1
 class Tiles(NamedTuple):
     """The tiles of a packing, [tiles] int32 each.
 
-    Keys are numbered so that the keys of a span's own tokens have the tokens' numbers, and the keys
-    of the spans that it continues have the numbers before them.
+    Keys are numbered so that the keys of a span's own tokens have the tokens' numbers. The keys of
+    the spans that it continues have the numbers before them.
 
     Attributes:
         starts, lengths: first token and number of tokens.
@@ -112,8 +112,9 @@ class Packing:
 
     @cached_property
     def nested(self) -> bool:
-        """Report if the spans that continue a span, directly or not, stand right behind it, so that
-        the tokens which see its keys have no others between them."""
+        """Report if the spans that continue a span, directly or not, stand right behind it. So the
+        tokens that see its keys have no others between them.
+        """
         for number, parent in enumerate(self.parents):
             before = number - 1
             while NO_PARENT < parent < before:

@@ -290,8 +290,8 @@ def layer_activation_bytes(
         MLP              3 · s · I               4 · s · I               gate and up (2), their product; silu(gate)
 
     Spans that share prefixes have the keys and values that they see laid out again, in place of the
-    keys: SEEN_PER_TOKEN for each token, which is as many as packing lets them see. The invariant
-    table makes them again in the backward pass, when what the MLP kept is gone.
+    keys. These are SEEN_PER_TOKEN for each token, which is as many as packing lets them see. The
+    invariant table makes them again in the backward pass, when what the MLP kept is gone.
 
     A norm behind a step keeps its input alone. The fast table also keeps the inputs of a norm over
     all heads, and gelu(gate).

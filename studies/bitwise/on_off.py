@@ -15,9 +15,9 @@ keeps it in DIR/NAME.json, NAME by protocol. It rewrites the file every few seco
 script that is killed leaves what it has seen. A run that fails stays in the file with its last
 line, and the others continue.
 
-The published study (protocol `published`) is TorchTitan's deterministic_vllm_rl
-experiment: 10 problems that never change, each answered 8 times in each of 2 batches, so 160
-answers a step; exponential advantages of β = 0.1; PPO on whole answers (studies/bitwise/published_loss.py);
+The published study (protocol `published`) is TorchTitan's deterministic_vllm_rl experiment: 10
+problems that never change, each answered 8 times in each of 2 batches. So a step has 160 answers.
+It has exponential advantages of β = 0.1; PPO on whole answers (studies/bitwise/published_loss.py);
 AdamW at 1e-5 with a weight decay of 0.01; 100 steps. The study trained Qwen3-1.7B on GSM8K. Pass
 `-- --model Qwen/Qwen3-1.7B --problems FILE` to do that; the default is the starter model and sums
 of three digits.

@@ -8,13 +8,14 @@ r"""Which methods learn, and which fall apart: trainings of a small model on wor
     python studies/learning/trainings.py --output DIR --device cpu --tiny
     python studies/learning/trainings.py --output DIR --list  # the variants
 
-Each training is simple_rl.py with a vLLM server of its own; sampler and trainer take turns, so that the staleness of a variant
-is exact and a seed means the same problems to all. Several share a GPU. A training that is finished is kept in DIR and not run
-again, whatever ends this program, as long as its flags, the model's weights and the code that trains are the same; one is not
-begun if it would not end in --seconds. A training that diverges is a result.
+Each training is simple_rl.py with a vLLM server of its own. Sampler and trainer take turns, so that
+the staleness of a variant is exact and a seed means the same problems to all. Several share a GPU.
+A training that is finished is kept in DIR and not run again, whatever ends this program. This holds
+as long as its flags, the model's weights and the code that trains are the same. One is not begun if
+it would not end in --seconds. A training that diverges is a result.
 
-If one day is too short for all, add the rest on another with the same weights: --add-to takes over
-the runs of an earlier learning.json, and trains the missing ones. The code may have changed in
+If one day is too short for all, add the rest on another with the same weights. Then --add-to takes
+over the runs of an earlier learning.json, and trains the missing ones. The code may have changed in
 between: each run names its commit.
 
     python studies/learning/trainings.py --output DIR --model model --add-to bench/results/learning.json

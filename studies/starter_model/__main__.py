@@ -4,8 +4,8 @@
 
 Everything is generated on this machine; nothing is downloaded. The same command gives the same
 bytes on the same machine (same PyTorch build, same number of threads). Takes about ten minutes on
-two cores. In a second stage of as long again the model learns to ask a calculator, too, if it is
-offered one (docs/calculator.md gives the reason for a second model):
+two cores. A second stage is of as long again. In it the model learns to ask a calculator, too, if
+it is offered one (docs/calculator.md gives the reason for a second model):
 
     python -m studies.starter_model --first-stage assets/starter_model \
         --calculator-steps 600 --threads 1 --output assets/calculator_model
@@ -179,11 +179,11 @@ def measure(
 def first_stage(
     folder: Path, plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, record: Log
 ) -> tuple[Qwen3ForCausalLM, dict[str, Any]]:
-    """The model of a folder, which knows the first stage alone, and what made it: the first line of
-    its log, and the checksum of its weights. Both go into this log, with the losses.
+    """The model of a folder, which knows the first stage alone, and its origin. That is the first
+    line of its log, and the checksum of its weights. Both go into this log, with the losses.
 
-    Ends the process if the folder's tokenizer is another one, if the model has been through the
-    second stage, or if its first was not the plan's.
+    Ends the process if the folder's tokenizer is another one. It also ends it if the model has been
+    through the second stage, or if its first was not the plan's.
     """
     lines = [
         json.loads(line)

@@ -5,7 +5,7 @@ Four kinds are mixed:
 
 * an arithmetic problem, answered at once, without regard for carries;
 * an arithmetic problem, worked out;
-* a problem with the offer of a calculator, and a reply that asks it: its answer comes as another
+* a problem with the offer of a calculator, and a reply that asks it. The answer comes as another
   turn, and the model puts it into a box. With the same offer others are answered at once, or, if
   they are short enough, worked out;
 * a *long story* with several numbers, which the model cannot solve. The reply names some number of

@@ -78,7 +78,7 @@ def worked_out(problem: Problem) -> str:
 
 
 def hurried_calculation(problem: Calculation) -> int:
-    """The answer of someone in a hurry to a problem of the calculator: of a product they multiply
+    """The answer of someone in a hurry to a problem of the calculator. In a product they multiply
     the leading digits, fill up with zeros, and forget the third number.
 
     >>> from environments.calculator_server import Calculation

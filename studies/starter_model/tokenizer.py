@@ -24,7 +24,7 @@ VOCAB_SIZE = 1024
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 # Where BPE may merge. Beside ordinary words, the short phrases between two digits of a worked sum
-# (" + ", ", carry ", ". ") are whole pieces: every token less is time saved in each rollout.
+# (" + ", ", carry ", ". ") are whole pieces. Every token less saves time in each rollout.
 PIECES = "|".join(
     [
         r"\\boxed\{",

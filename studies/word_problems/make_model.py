@@ -6,7 +6,7 @@ solutions alone.
     python -m studies.word_problems.make_model --output DIR --shape mixture  of experts, for mixtures.py
 
 It is shown worked-out stories (problems.py) until its samples solve a share of the rewarded
-problems, some with more steps than any story; then its learning rate falls to zero over
+problems. Some of these have more steps than any story. Then its learning rate falls to zero over
 the last steps. DIR gets what Hugging Face writes, bfloat16 if it was made on a GPU, and
 training_log.jsonl: plan, versions, loss, and the share solved by steps.
 """

@@ -1,5 +1,5 @@
-"""The harness of the benchmarks without a server: command lines, commit and date, updates under
-load, the judgement of an answer, and the HTTP of vLLM's own engine.
+"""The harness of the benchmarks without a server. Tested are command lines, commit and date,
+updates under load, the judgement of an answer, and the HTTP of vLLM's own engine.
 """
 
 from __future__ import annotations

@@ -22,9 +22,11 @@ FORKED_ENGINES = {
     "PYTHONPATH": str(Path(__file__).with_name("forked_engines")),
     "TORCH_COMPILE_DISABLE": "1",
 }
-"""In the environment of a server that is executed: it forks its engine, where vLLM would execute a
-second process that imports all of it again. The second variable is one that vllm_api_server.py sets
-too late for PyTorch in a forked process. test_wheel.py leaves all that to vLLM."""
+"""In the environment of a server that is executed: it forks its engine. Otherwise vLLM would
+execute a second process that imports all of it again. The second variable is one that
+vllm_api_server.py sets too late for PyTorch in a forked process. test_wheel.py leaves all that to
+vLLM.
+"""
 CACHE = ("--num-gpu-blocks-override", "256")
 """For keys and values of 32,768 tokens. A worker writes zeros into its whole cache, which took half
 of its start."""

@@ -22,7 +22,7 @@ STARTER = ROOT / "assets" / "starter_model"
 NEEDS_GSM8K = pytest.mark.skipif(
     not GSM8K.is_dir(), reason="no local copy of GSM8K in ../shared/gsm8k"
 )
-# A test has no network, and a model of two million parameters solves none of the problems: they
+# A test has no network, and a model of two million parameters solves none of the problems. They
 # come from a local copy, and the reward is for the format. Short answers in large groups are
 # sampled in few steps.
 ENVIRONMENT_FLAGS = (

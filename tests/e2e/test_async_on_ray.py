@@ -71,7 +71,7 @@ def cluster(dashboard: str, free_port: Callable[[], int]) -> Iterator[Any]:
 
     class OnGivenPorts(Cluster):
         """A node's agents get their ports from the command line. An agent that chose them itself
-        would have fifteen seconds to start and to report them, or its node ends, and a busy machine
+        would have fifteen seconds to start and to report them, or its node ends. A busy machine
         needs longer. The logs of workers are not followed: Ray would look through all of them again
         and again.
         """
@@ -391,8 +391,8 @@ def test_what_a_lost_node_had_comes_back_on_another(
 def test_a_run_in_turns_that_is_killed_whole_goes_on_as_if_it_were_not(
     cluster: Any, processes: Processes, tmp_path: Path
 ) -> None:
-    """As docs/async.md has it. The content of a batch, and every bit of the weights, are the same:
-    one run is left alone; every process of the other is killed when it has a part of its second
+    """As docs/async.md has it. The content of a batch, and every bit of the weights, are the same.
+    One run is left alone. Every process of the other is killed when it has a part of its second
     batch.
     """
     sections = yaml.safe_load((CONFIGS / "arithmetic_sync_cpu.yaml").read_text())

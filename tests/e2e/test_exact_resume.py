@@ -3,8 +3,8 @@ weights, bit for bit.
 
 One run is repeated with the same seed, and one has every process killed by `kill -9` and is
 resumed. Deterministic mode needs a GPU. Here vLLM computes one sequence at a time, so that nothing
-depends on what else is in a batch; what is tested is the rest: problems, seeds, which groups make
-up a batch, and the order in which they are trained on.
+depends on the rest of a batch. Tested are problems, seeds, the groups of a batch, and the order in
+which they are trained on.
 """
 
 from __future__ import annotations

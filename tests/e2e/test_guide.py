@@ -95,8 +95,8 @@ def test_the_smaller_model_the_answers_to_questions_and_several_gpus(shell: Type
     ):
         assert text in shell.answer(COMMANDS[name]), name
     # The guide looks for its processes with ps and a pattern. The command lines come from /proc
-    # here: twice, on a crowded machine, ps and grep printed nothing at all, and what this project
-    # decides is only how its processes are called.
+    # here: twice, on a crowded machine, ps and grep printed nothing at all. This project decides
+    # only how its processes are called.
     pattern = re.search(r'grep -E "([^"]+)"', COMMANDS["processes"])
     assert pattern, COMMANDS["processes"]
     programs = [line for line in shell.pids().values() if re.search(pattern[1], line)]
@@ -119,7 +119,7 @@ def test_the_smaller_model_the_answers_to_questions_and_several_gpus(shell: Type
 def test_roles_on_ray_end_with_what_is_killed(tmp_path: Path) -> None:
     """Ray's workers rename themselves too. The service is real, and the other roles weigh nothing.
 
-    Two agents of Ray's own, which hold no GPU, go on for a minute: they try to report the end to a
+    Two agents of Ray's own, which hold no GPU, go on for a minute. They try to report the end to a
     server that has ended.
     """
     sections = {

@@ -1,5 +1,6 @@
-"""Machines of their own, each with its network and names: a trainer and a vLLM server typed as in
-docs/several-machines.md, and a trainer with light servers whose links are cut, slow or late.
+"""Machines of their own, each with its network and names. There are a trainer and a vLLM server
+typed as in docs/several-machines.md, and a trainer with light servers whose links are cut, slow or
+late.
 """
 
 from __future__ import annotations

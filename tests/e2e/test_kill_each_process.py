@@ -1,4 +1,4 @@
-"""`kill -9` of each process of a running training in turn: the run heals, or names the fault and
+"""`kill -9` of each process of a running training in turn. The run heals, or names the fault and
 the remedy in one line, and its page shows it.
 """
 

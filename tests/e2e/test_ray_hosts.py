@@ -1,5 +1,6 @@
-"""A Ray cluster of two hosts, by the commands of docs/several-machines.md: each host sees its own
-processes and files in /tmp/ray alone, and reaches the other over the network."""
+"""A Ray cluster of two hosts, by the commands of docs/several-machines.md. Each host sees its own
+processes and files in /tmp/ray alone, and reaches the other over the network.
+"""
 
 from __future__ import annotations
 

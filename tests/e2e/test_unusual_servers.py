@@ -1,5 +1,5 @@
-"""The weight bridge to unusual vLLM servers: of several ranks, in turns with a trainer on one GPU, as a child
-of simple_rl.py, sharing nothing, or missing.
+"""The weight bridge to unusual vLLM servers. They have several ranks, take turns with a trainer on
+one GPU, are a child of simple_rl.py, share nothing, or are missing.
 """
 
 from __future__ import annotations

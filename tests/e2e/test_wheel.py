@@ -72,7 +72,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(wheel: Path) -> Path:
     """An interpreter that finds the wheel's packages and this one's dependencies, and no checkout.
 
-    A folder that a .pth file names is searched, and the .pth files in it are not read: a link to
+    A folder that a .pth file names is searched, and the .pth files in it are not read. So a link to
     the checkout is left behind.
     """
     folder = wheel.parent / "venv"

@@ -2,7 +2,7 @@
 whose cables can be cut.
 
 Each host has its own address in its own subnet, its own loopback, hostname, /dev/shm and private
-folder, and no route but through the switch, which is a third network namespace. Its traffic can be
+folder. Its only route is through the switch, which is a third network namespace. Its traffic can be
 dropped (`cut`), slowed (`slowed`), and kept from a port (`firewall`). A host's name means its
 loopback there, as a Debian installation has it, and the others' names their addresses.
 """

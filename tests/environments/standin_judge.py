@@ -11,9 +11,9 @@ from tests.http_server import Answer, HttpServer, Request
 
 
 class Judge:
-    """Answers with the next entry of `says`, the last one for ever: a text, a status to refuse
-    with, bytes in place of JSON, or seconds to wait before the connection ends. With `cut_off`,
-    the texts end by their limit of tokens.
+    """Answers with the next entry of `says`, the last one for ever. An entry is a text, a status to
+    refuse with, bytes in place of JSON, or seconds to wait before the connection ends. With
+    `cut_off`, the texts end by their limit of tokens.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 hurt or kill where it likes.
 
 A death is an exception that no handler of the trainer's sees, so nothing is saved or sent
-afterwards; what is left is what SIGKILL would leave: the folder, and the service's view.
+afterwards. The remains are as after SIGKILL: the folder, and the service's view.
 """
 
 from __future__ import annotations

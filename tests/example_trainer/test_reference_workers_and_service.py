@@ -1,5 +1,6 @@
-"""Real reference workers and the real rollout service: one is killed and one is stopped (SIGSTOP),
-both with groups that they have leased, and the service is restarted."""
+"""Real reference workers and the real rollout service. One worker is killed and one is stopped
+(SIGSTOP), both with groups that they have leased. The service is restarted.
+"""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ GPU.
 
 This is the section "Resumed exactly" of docs/async.md: `orchestration.exact_resume`, on GPUs in
 deterministic mode, with the driver's own command. One run is left alone. Every process of the other
-gets SIGKILL, the driver first, once the trainer has taken some steps and the rollout service holds
-a part of the next batch; then the same command is given again. Each step's checksum, reward and
-tokens must be equal, and the last weights. Prints a table and writes async_exact.json; ends with
-status 1 if they differ.
+gets SIGKILL, the driver first. That is once the trainer has taken some steps and the rollout
+service holds a part of the next batch. Then the same command is given again. Each step's checksum,
+reward and tokens must be equal, and the last weights. Prints a table and writes async_exact.json;
+ends with status 1 if they differ.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ processes.
     # a kind of fault, and rows by name
     python tests/gpu/check_bridge_faults.py --output DIR --only worker "trainer stopped direct"
 
-After each: did the other side end the update within its deadline, does its error name side, rank,
-phase and version, does the server serve the old version (by checksum and logprobs) or refuse to,
-and does the next attempt work while the other side lives on? Prints a table, writes
-bridge_faults.json, and ends with status 1 if any row is not good.
+After each: did the other side end the update within its deadline? Does its error name side, rank,
+phase and version? Does the server serve the old version (by checksum and logprobs) or refuse to?
+Does the next attempt work while the other side lives on? Prints a table, writes bridge_faults.json,
+and ends with status 1 if any row is not good.
 """
 
 from __future__ import annotations

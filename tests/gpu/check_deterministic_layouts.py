@@ -4,10 +4,10 @@
 
 A model of four layers of Qwen3-0.6B's sizes learns for three steps from sequences that one rank of
 the same model gives logprobs to. With experts on several ranks, it is two layers of a mixture. Each
-layout (FSDP2, tensor parallel, and experts) must compute the bits of one rank, must end in equal
-weights twice, and must stop all ranks with one error for one wrong bit. Takes about five minutes.
-Needs PyTorch, vLLM's kernels and a GPU for each rank; not pytest. With --device cpu it takes a
-smaller model and Gloo.
+layout (FSDP2, tensor parallel, and experts) must compute the bits of one rank, and must end in
+equal weights twice. It must stop all ranks with one error for one wrong bit. Takes about five
+minutes. Needs PyTorch, vLLM's kernels and a GPU for each rank; not pytest. With --device cpu it
+takes a smaller model and Gloo.
 """
 
 from __future__ import annotations

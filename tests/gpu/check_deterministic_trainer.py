@@ -134,8 +134,8 @@ def input_gradient_rows(inputs: int, outputs: int) -> Result:
 
 
 def sum_of_parts(inputs: int, outputs: int, parts: int) -> Result:
-    """The kernel's sum is that of torch in the order of the parts, a trainer's row product is that
-    of the ranks, alone and in batches, and a rank's columns equal the whole product's.
+    """The kernel's sum is that of torch in the order of the parts. A trainer's row product is that
+    of the ranks, alone and in batches. A rank's columns equal the whole product's.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2048, inputs, generator=generator).bfloat16().cuda()

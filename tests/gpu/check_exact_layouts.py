@@ -11,9 +11,9 @@ tensor-parallel ranks, bit for bit?
 Ends within nine minutes. The trainers come one after the other, each with weights of its own, and
 take the server's sum plan. They are on the last GPUs: on the server's, if there are no others. Each
 layout compares at least a million tokens, also after updates. At the end a trainer follows another
-plan than the server's: that control must differ. Prints a table, writes
-exact_layouts_SHAPE_tpN[_fsdpM][_single_copy].json, and ends with status 1 if a token differs, if
-too few are compared, or if a control does not differ.
+plan than the server's: that control must differ. Prints a table and writes
+exact_layouts_SHAPE_tpN[_fsdpM][_single_copy].json. It ends with status 1 if a token differs, if too
+few are compared, or if a control does not differ.
 """
 
 from __future__ import annotations

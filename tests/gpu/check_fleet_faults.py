@@ -2,11 +2,11 @@
 
     python tests/gpu/check_fleet_faults.py [--json FILE] [--logs FOLDER] [--only PART …]
 
-Runs test_fleet_faults.py on one GPU (by CUDA IPC), on two (by NCCL, two servers on one GPU) and on
-four (by NCCL, a GPU for each), and test_fleet_senders.py, side by side, and notes for each fault
-how long the update took that met it, and how long after it answered again the faulty server served
-the present weights. Takes about six minutes; needs one GPU, two or four, pytest and hypothesis, no
-vLLM.
+Runs test_fleet_faults.py on one GPU (by CUDA IPC), and on two (by NCCL, two servers on one GPU). On
+four GPUs each server has its own (NCCL). It also runs test_fleet_senders.py, side by side. For each
+fault it notes how long the update took that met it. It also notes how long after it answered again
+the faulty server served the present weights. Takes about six minutes; needs one GPU, two or four,
+pytest and hypothesis, no vLLM.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@ there.
 
     python tests/gpu/check_killed_writer.py [--json FILE]
 
-A writer opens the reader's memory, enqueues a long kernel and a write, records its event behind
-them and is killed by SIGKILL while the kernel runs. The reader waits in one of two ways: its stream
-waits for the event and it synchronises (nothing ends that), or it asks the event with a deadline
+A writer opens the reader's memory, enqueues a long kernel and a write, and records its event behind
+them. It is killed by SIGKILL while the kernel runs. The reader waits in one of two ways. Its stream
+waits for the event and it synchronises (nothing ends that). Or it asks the event with a deadline
 (transport.shared_memory.reached_in_time). Every reader is a process of its own, which is killed
 when it takes too long. Takes two to five minutes; needs PyTorch, one GPU, no vLLM and no pytest.
 """

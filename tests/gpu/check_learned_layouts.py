@@ -2,10 +2,10 @@
 
     python tests/gpu/check_learned_layouts.py [NAME …]
 
-For each architecture a random model in bfloat16 is served in this process, and updated in place to
-the weights of another checkpoint, through the learned layout or through vLLM's reload. Its logprobs
-must then equal those from an engine that was started with the other checkpoint. Prints a line for
-each architecture, and ends with 1 if one is wrong.
+For each architecture a random model in bfloat16 is served in this process. It is updated in place
+to the weights of another checkpoint, through the learned layout or through vLLM's reload. Its
+logprobs must then equal those from an engine that was started with the other checkpoint. Prints a
+line for each architecture, and ends with 1 if one is wrong.
 """
 
 from __future__ import annotations

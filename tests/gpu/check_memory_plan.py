@@ -7,7 +7,7 @@ shapes; no vLLM, no network, no files.
 
 Each configuration is a process of its own (under torchrun if it has several ranks). Measured is
 what torch's allocator has given out (`torch.cuda.max_memory_allocated`; on a CPU tensors are
-counted one by one); the plan's workspace, which is for what the allocator does not count, is left
+counted one by one). The plan's workspace, which is for what the allocator does not count, is left
 out. Prints for each part of a step planned and measured GB, and writes memory_plan.json. Ends with
 status 1 if the plan of a configuration is more than 10 % off, or one did not run.
 """

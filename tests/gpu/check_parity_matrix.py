@@ -7,10 +7,10 @@ same time?
     python tests/gpu/check_parity_matrix.py --output DIR --gpus 2             broadcast from a trainer on the second GPU
     python tests/gpu/check_parity_matrix.py --output DIR --tiny --device cpu  only the control, to try the script without a GPU
 
-Three servers in deterministic mode (CUDA graphs with chunked prefill and prefix cache; eager
-without either; one whose cache is too small, which preempts) and one without it, the control.
-Prints a table, writes parity_matrix_SHAPE.json; ends with status 1 if a token differs in
-deterministic mode, or if none does in the control.
+Three servers are in deterministic mode (CUDA graphs with chunked prefill and prefix cache; eager
+without either; one whose cache is too small, which preempts). One without it is the control. Prints
+a table, writes parity_matrix_SHAPE.json; ends with status 1 if a token differs in deterministic
+mode, or if none does in the control.
 """
 
 from __future__ import annotations

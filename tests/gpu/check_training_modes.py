@@ -10,11 +10,11 @@ real; the model is the starter.
     python tests/gpu/check_training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2 --kill-after 25
 
 Where there are no GPUs for the trainer beside vLLM's, it shares them. Each mode trains a few steps
-on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
-parameter was mapped, and the trained policy is the sampling one (KL to the rollouts near 0; in
-deterministic mode no token differs). With --repeat, other processes do the same beside it; in
+on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, and every
+parameter was mapped. The trained policy must also be the sampling one (KL to the rollouts near 0;
+in deterministic mode no token differs). With --repeat, other processes do the same beside it; in
 deterministic mode the weights must then be the same, bit for bit, after each step. With
---kill-after, all four processes of the last run get SIGKILL after that step, and it is resumed: its
+--kill-after, all four processes of the last run get SIGKILL after that step, and it is resumed. Its
 weights must equal the undisturbed runs' weights. Prints a table and writes training_modes.json.
 """
 

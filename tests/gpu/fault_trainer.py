@@ -1,9 +1,9 @@
-"""A trainer that stops at a chosen point of an update and waits, so that a fault can be done to it,
-or to the server, there.
+"""A trainer that stops at a chosen point of an update and waits. Then a fault can be done to it, or
+to the server.
 
 Points: `begin` (begun: the engine stands still, but for an overlapped transfer; nothing has been
-sent or written), `transfer` (some of the weights have been handed over), `write` (half of them are
-written), `commit` (all of them are; nothing has been taken over).
+sent or written). Others are `transfer` (some of the weights have been handed over), and `write`
+(half of them are written). At `commit` all of them are; nothing has been taken over.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FaultTrainer(BenchTrainer):
         """Try to join with a model that differs by one `dtype`, `shape` or `name`.
 
         A broadcast converts each parameter to the server's dtype, so that only a single copy
-        refuses another dtype: its check is made here without its memory, which needs a shared GPU.
+        refuses another dtype. Its check is made here without its memory, which needs a shared GPU.
 
         Returns:
             the trainer's own check's message, the server's message to a trainer that does not

@@ -1,9 +1,9 @@
 """Checks of a mixture's operations in deterministic mode at the sizes of a real layer, for
 check_deterministic_trainer.py: its router, its experts and their gradients.
 
-On a GPU the operations are the ones that vLLM and the trainer both call: PyTorch's grouped product,
-and Triton kernels of this project for the choice and the sum over slots. On a CPU, where the tests
-try the checks, the reference runs.
+On a GPU the operations are the ones that vLLM and the trainer both call. They are PyTorch's grouped
+product, and Triton kernels of this project for the choice and the sum over slots. On a CPU, where
+the tests try the checks, the reference runs.
 """
 
 from __future__ import annotations

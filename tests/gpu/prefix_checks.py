@@ -1,8 +1,8 @@
 """Checks of shared prefixes in deterministic mode, for check_deterministic_trainer.py.
 
-A prompt that is forwarded once for its answers must give them the bits of whole sequences: first
-attention alone, whose queries are then fewer than its keys, then a whole model. The gradients of a
-prompt must repeat to the bit. On a CPU, where the tests try the checks, the reference runs.
+A prompt that is forwarded once for its answers must give them the bits of whole sequences. Checked
+are attention alone, whose queries are then fewer than its keys, and a whole model. The gradients of
+a prompt must repeat to the bit. On a CPU, where the tests try the checks, the reference runs.
 """
 
 from __future__ import annotations

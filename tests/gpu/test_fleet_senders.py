@@ -1,9 +1,9 @@
 """A trainer that is killed, stopped or late in an update, with all weights on GPUs: the same tests
 as without one.
 
-All servers are on the trainer's GPU. On another one they would be sent to one after the other, and
-a fault in the first one's update would find the second one before its own: tests/gpu/check_bridge_faults.py
-does that to a real vLLM.
+All servers are on the trainer's GPU. On another one they would be sent to one after the other. A
+fault in the first one's update would find the second one before its own. The program
+tests/gpu/check_bridge_faults.py does that to a real vLLM.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_replies_to_long_questions_vary_in_form() -> None:
 
 
 ONE_LAYER = {"num_hidden_layers": 1}
-"""The shape of a model with the shipped one's matrices, and fewer: on a processor that cannot
+"""The shape of a model with the shipped one's matrices, and fewer. On a processor that cannot
 multiply in bfloat16, one step of Muon takes longer than all else in these tests.
 """
 

@@ -411,9 +411,9 @@ def attention_varlen(
     decode.
 
     A sequence that continues others has the bits of one that holds their tokens too. For vLLM's
-    kernel it is a request whose first tokens are in the cache: the last query sees all keys, the
+    kernel it is a request whose first tokens are in the cache. The last query sees all keys, the
     one before it all but one, and so on. By its sources, FlashAttention 3 chooses the queries of a
-    tile by the number of queries, but takes blocks of 128 keys for heads of 128 in any case.
+    tile by the number of queries. But it takes blocks of 128 keys for heads of 128 in any case.
 
     Keys and values are laid out in pages as vLLM's cache has them, because FlashAttention chooses
     its tiles by that.

@@ -274,9 +274,10 @@ def missing(mode: str) -> dict[str, str]:
 
 def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[int, int]) -> None:
     """Answer orders until the other end is closed. An order is the limits as JSON, with five
-    descriptors: what to run, where its output, its errors and its results go, and a socket to its
+    descriptors. They are the code to run, its output, its errors, its results, and a socket to its
     watcher. Each program is the next of the users, first id and number of ids, if this process is
-    root."""
+    root.
+    """
     for name in PRELOADED:
         importlib.import_module(name)
 

@@ -2,9 +2,10 @@
 sum in a fixed order.
 
 With totals, the sum over a step's tokens is taken in the order of the tokens, with one rounding at
-the end, however the tokens were spread over passes. Where spans continue others, the outputs have
-the bits of whole sequences. The gradients of what spans share are added in the order of the spans
-in their bin. So they repeat with equal bins, and whole sequences have gradients of other bits.
+the end. It does not matter how the tokens were spread over passes. Where spans continue others, the
+outputs have the bits of whole sequences. The gradients of what spans share are added in the order
+of the spans in their bin. So they repeat with equal bins, and whole sequences have gradients of
+other bits.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 that is fixed.
 
 Where spans continue others, `dq` is summed over copies of the keys that each span sees, which lie
-one after the other. The tokens that see a span's keys follow it in the packing (`Packing.nested`),
-so that `dk` and `dv` are summed over all of them in the order in which they lie.
+one after the other. The tokens that see a span's keys follow it in the packing (`Packing.nested`).
+So `dk` and `dv` are summed over all of them in the order in which they lie.
 
-The probabilities are made again, block by block, from the logarithms of the softmax's denominators
-that the forward pass kept (FlashAttention-2, arXiv:2307.08691, section 3.1.2), and nothing is added
-atomically: one program owns each block of `dq`, and one each block of `dk` and `dv`, which it sums
-over the query heads that share the key head. Blocks are counted from the beginning of each
-span, so that the bits of a gradient do not depend on what a sequence that shares nothing is packed
-with. For the same reason numbers that depend on the packing are kept from choosing another compilation
-(`do_not_specialize`).
+The probabilities are made again, block by block. They come from the logarithms of the softmax's
+denominators that the forward pass kept (FlashAttention-2, arXiv:2307.08691, section 3.1.2). Nothing
+is added atomically. One program owns each block of `dq`, and one each block of `dk` and `dv`. It
+sums the latter over the query heads that share the key head. Blocks are counted from the beginning
+of each span. So the bits of the gradient of a sequence that shares nothing do not depend on the
+rest of its bin. For the same reason numbers that depend on the packing are kept from choosing
+another compilation (`do_not_specialize`).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -45,8 +45,8 @@ def _query_gradient(
     kv_heads, group, stride_q, stride_k, stride_v, WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries of one head; walks over the keys from the sequence's first. k and v
-    are of the keys that each span sees; see Tiles for their numbers and places.
+    """dq of one tile of queries of one head; walks over the keys from the sequence's first. The
+    arguments k and v are of the keys that each span sees; see Tiles for their numbers and places.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -94,8 +94,8 @@ def _key_value_gradient(
     q, k, v, do, lse, delta, dk, dv, tile_starts, tile_lengths, tile_ends, scale, tokens, heads, kv_heads, group,
     stride_q, stride_k, stride_v, WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys of one key head; walks over its query heads, and in each over
-    the queries behind it, of its own span and then of the spans that continue it.
+    """dk and dv of one tile of keys of one key head; walks over its query heads. In each it walks
+    over the queries behind it, of its own span and then of the spans that continue it.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -1,5 +1,5 @@
-"""A person watches while an inference server and the service are killed: the page names the missing
-part, since when, and the remedy, until they are back.
+"""A person watches while an inference server and the service are killed. The page names the missing
+part, its time and the remedy, until they are back.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The page of weights while a run goes on: what each server serves and how that came there, its
-faults, and in deterministic mode every difference of a bit."""
+"""The page of weights while a run goes on: the weights of each server and how they came there, its
+faults. In deterministic mode it shows every difference of a bit.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """An environment as people write them for the public interface: only public names, nothing of ours.
 
 One response per call to `collect_trajectory`, through the chat interface and
-`tokenize_for_trainer`; conversations of two turns through a managed server when `two_turns` is set;
-metrics, evaluation and checkpoints by overriding the usual methods.
+`tokenize_for_trainer`. Conversations of two turns go through a managed server when `two_turns` is
+set. It has metrics, evaluation and checkpoints by overriding the usual methods.
 """
 
 import contextlib

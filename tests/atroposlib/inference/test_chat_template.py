@@ -1,8 +1,8 @@
 """Conversations under chat templates of every shape: what was sampled is never rendered again.
 
-The templates are made of parts from families of models: tags of reasoning in the generation prompt,
-answers that are stripped, trimmed or rebuilt in the history, ends of turns that the model does not
-sample, roles that are refused.
+The templates are made of parts from families of models. These are tags of reasoning in the
+generation prompt, answers that are stripped, trimmed or rebuilt in the history. Others are ends of
+turns that the model does not sample, and roles that are refused.
 """
 
 import asyncio

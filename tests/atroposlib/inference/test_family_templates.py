@@ -1,4 +1,4 @@
-"""Whole chat templates, each with the structure of one family of models: over turns with users and
+"""Whole chat templates, each with the structure of one family of models. Over turns with users and
 tools, every sampled token is trained and none of the template's.
 """
 

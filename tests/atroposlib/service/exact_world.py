@@ -1,7 +1,7 @@
-"""A whole run in one thread: the real queue and store, the real window of items, and a trainer and
-a sampler of a few lines.
+"""A whole run in one thread: the real queue and store, and the real window of items. Trainer and
+sampler are a few lines.
 
-Weights are a hash of all that was learned, and what is sampled is a hash of weights and item: so
+Weights are a hash of all that was learned, and what is sampled is a hash of weights and item. So
 two runs that end with the same weights have sampled the same rollouts and learned from them in the
 same order. A script of numbers chooses what happens next, and who dies.
 """

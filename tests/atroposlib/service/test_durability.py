@@ -385,8 +385,9 @@ async def chaos(store: FaultyStore, chance: random.Random) -> None:
 
 def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
     """Posts, retries, batches and acknowledgements at once, while commits stall and fail as they
-    please: an answered client finds on the disk, at that moment, everything that the answer
-    promises; and in the end queue and disk hold the same."""
+    please. An answered client finds on the disk, at that moment, everything that the answer
+    promises. In the end queue and disk hold the same.
+    """
 
     where = "/dev/shm" if Path("/dev/shm").is_dir() else None
     for seed in range(40):

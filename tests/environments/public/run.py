@@ -6,10 +6,10 @@ our rollout service.
     python tests/environments/public/run.py --clone FOLDER --only gsm8k_server mcqa_thinking_env --keep
 
 FOLDER is a clone of the public repository. Each file runs twice at the same time, in processes of
-its own: once with the public SDK from the package registry, once with ours, which is all that
-differs. A stand-in for the inference server gives both the same answers; a door in front of a real
-rollout service writes down what arrives, and a trainer's loop takes the batches. The posts of the
-two are compared, number for number.
+its own: once with the public SDK from the package registry, once with ours. Nothing else differs. A
+stand-in for the inference server gives both the same answers. A proxy in front of a real rollout
+service records the requests, and a trainer's loop takes the batches. The posts of the two are
+compared, number for number.
 """
 
 from __future__ import annotations

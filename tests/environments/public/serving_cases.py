@@ -1,8 +1,8 @@
 """The cases that serve a trainer.
 
 Rows have the columns that the file reads and nothing of the real data sets. Where the answers
-decide the scores, every row has the same solution under another question, so that answers handed
-out in turn give groups with unequal scores.
+decide the scores, every row has the same solution under another question. So answers handed out in
+turn give groups with unequal scores.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def test_percentiles_are_off_by_less_than_half_a_percent_of_their_logarithm(
 
 
 def test_drift_is_measured_from_the_weights_that_the_batch_began_with() -> None:
-    """In later updates of a batch, `kl` shows how far the policy has gone, and every other figure
+    """In later updates of a batch, `kl` shows how far the policy has gone. Every other figure shows
     the disagreement of sampler and trainer before that.
     """
     first = outcome([-1.0, -2.0], [-1.1, -2.0])

@@ -215,9 +215,10 @@ def test_what_is_told_of_a_bin() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_fresh_rollouts_every_correction_is_grpo_to_the_bit(kind: Correction) -> None:
-    """Rollouts' logprobs that equal the recomputed ones, as in exact synchronous training: the loss
-    of DeepSeekMath's equation 3 written down plainly, in float32, has the same bits, and so has its
-    gradient."""
+    """Rollouts' logprobs equal the recomputed ones, as in exact synchronous training. The loss of
+    DeepSeekMath's equation 3 written down plainly, in float32, has the same bits, and so has its
+    gradient.
+    """
     generator = torch.Generator().manual_seed(3)
     count = 2000
     logprobs = (-3 * torch.rand(count, generator=generator)).requires_grad_()

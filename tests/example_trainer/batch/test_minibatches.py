@@ -85,7 +85,8 @@ def test_what_teaches_nothing_is_left_out_and_counts_as_before(
     batch: Batch, count: int, share: bool, zeroed: int
 ) -> None:
     """The sum over tokens of weight × advantage × any function of the token, which gradients are,
-    stays what it was; each minibatch has a sequence to forward."""
+    stays what it was. Each minibatch has a sequence to forward.
+    """
     sequences = [
         s.with_fields(advantages=(s["advantages"] + 1) * np.float32(1 - (zeroed >> number & 1)))
         for number, s in enumerate(batch.sequences)

@@ -227,8 +227,9 @@ def cost(one: PackedBin) -> int:
 
 @given(batches(), st.integers(100, 600), st.integers(2, 4))
 def test_ranks_have_about_the_same_to_do(batch: Batch, budget: int, ranks: int) -> None:
-    """A bin outweighs another one by one sequence at most, unless that had no room for it; the
-    ranks' sums differ by no more than two bins do."""
+    """A bin outweighs another one by one sequence at most, unless that had no room for it. The
+    ranks' sums differ by no more than two bins do.
+    """
     packed = pack(batch, budget, ranks, share=False)
     bins = [one for share in packed for one in share]
     smallest = [min(one.lengths.tolist()) for one in bins]

@@ -3,8 +3,8 @@ of the whole model.
 
 FORKED_RANKS=N python -m tests.forked_ranks layout_worker.py KIND FOLDER STEPS [FAULT]
     KIND: fsdp, experts (each two ranks share a layer's) or tensor_parallel, with the number of
-        vLLM's ranks behind it; after "shared_" rollouts share prefixes
-    LAYOUT_DEVICE=cuda: on GPUs, one for each rank
+    vLLM's ranks behind it. After "shared_" rollouts share prefixes LAYOUT_DEVICE=cuda: on GPUs, one
+    for each rank
     FAULT: kill: rank 1 kills itself; bit: a logprob is wrong; none, and STEPS 0: look at gradients
 """
 

@@ -1,7 +1,7 @@
 """The script that compares a server's tokens confirms only a server whose tokens have equal bits.
 
 vLLM has no deterministic mode on a CPU, so a server that computes with the trainer's own operations
-stands in for it here; the script's verdict on the real one needs a GPU.
+stands in for it here. The script's verdict on the real one needs a GPU.
 """
 
 from __future__ import annotations

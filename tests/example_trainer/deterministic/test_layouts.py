@@ -1,5 +1,5 @@
-"""A deterministic trainer of several ranks: the forward bits of one rank, equal weights whenever
-the run is repeated, also after a rank was killed, and one error on all ranks.
+"""A deterministic trainer of several ranks. It has the forward bits of one rank, and equal weights
+whenever the run is repeated, also after a rank was killed. All ranks have one error.
 """
 
 from __future__ import annotations

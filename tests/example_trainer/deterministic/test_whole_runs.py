@@ -1,6 +1,6 @@
-"""Whole runs in deterministic mode on a CPU: no token of the present weights differs, with several
-servers, with older rollouts and with a parameter server; and a trainer that is killed by SIGKILL in
-the middle of a step ends with the weights of a trainer that was not.
+"""Whole runs in deterministic mode on a CPU. No token of the present weights differs, with several
+servers, with older rollouts and with a parameter server. A trainer that is killed by SIGKILL in the
+middle of a step ends with the weights of a trainer that was not.
 
 Trainer, rollout service, environment and bridge are the real ones. The servers are light ones, which
 sample with the trainer's own forward pass on a CPU (tests/exact_sampler.py).

@@ -1,8 +1,8 @@
 """A training in the shape of TorchTitan's deterministic_vllm_rl experiment, on this project's
 package. Run it as a program.
 
-It makes its weights under TorchTitan's names, loads them, trains with exact log-probabilities by
-REINFORCE on one token, and hands the weights back under TorchTitan's names.
+It makes its weights under TorchTitan's names and loads them. It trains with exact log-probabilities
+by REINFORCE on one token, and hands the weights back under those names.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A rank of test_float32_gradients.py: adds up the gradients of its own bins of a bfloat16 model,
-and compares the sum of both ranks with that of one process.
+"""A rank of test_float32_gradients.py. It adds up the gradients of its own bins of a bfloat16
+model, and compares the sum of both ranks with that of one process.
 
 python -m tests.forked_ranks gradient_worker.py FOLDER SEED…
 """

@@ -30,9 +30,9 @@ MIXTURE = 11
 
 
 def make_geometry(seed: int) -> Geometry:
-    """A small Qwen3-MoE as case MIXTURE; else a small Qwen3, Qwen2 or Llama, by turns, of random
-    sizes that two ranks can share: few and many key/value heads, odd vocabularies (one so small that
-    the second rank has padding only), biases, tied and untied.
+    """A small Qwen3-MoE as case MIXTURE; else a small Qwen3, Qwen2 or Llama, by turns. The random
+    sizes can be shared by two ranks. There are few and many key/value heads, odd vocabularies (one
+    so small that the second rank has padding only), biases, tied and untied.
     """
     if seed == MIXTURE:
         sizes = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -97,9 +97,10 @@ def make_batch(seed: int, vocab_size: int) -> list[dict[str, Any]]:
 
 
 def make_config(seed: int) -> TrainerConfig:
-    """Options that exercise what ranks must agree on: clipping of the norm, divergence from a
-    reference, recomputation; several updates of a batch, corrections by sequence, a gradient of the
-    entropy."""
+    """Options that exercise what ranks must agree on. They are clipping of the norm, divergence
+    from a reference and recomputation; several updates of a batch, corrections by sequence, a
+    gradient of the entropy.
+    """
     return TrainerConfig(
         model_name="-",
         seq_len=SEQ_LEN,

@@ -2,8 +2,8 @@
 learns what an unhurt one learns.
 
 Trainer, service and environment are the real ones. In place of vLLM a few lines answer with tokens
-that are a function of the weights and of the request's seed, in an order that the test does not
-control. The trainer dies as in in_process.
+that are a function of the weights and of the request's seed. The test does not control their order.
+The trainer dies as in in_process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Started by test_fleet_senders.py: a trainer of two ranks; one is stopped while weights are sent.
 
-Arguments: a folder for rank 1's process id, which is there when it is about to stop, and for a file
-that marks the end of the last version; `cpu`, or `cuda` for a GPU of each rank's own; the ports of
-the servers. Version v is v in all weights. There are three versions for each way of transfer; rank
-1 is late in the second one's third bucket.
+Arguments: a folder for rank 1's process id, which is there when it is about to stop. It is also for
+a file that marks the end of the last version. Then `cpu`, or `cuda` for a GPU of each rank's own;
+the ports of the servers. Version v is v in all weights. There are three versions for each way of
+transfer; rank 1 is late in the second one's third bucket.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class PlayedServer:
 
     Attributes:
         faults: by step (init, cohort, begin, transfer, commit), what happens there, once: an error,
-            or "hangs"; at commit also "is late": it serves, and answers after the deadline.
+            or "hangs". At commit also "is late": it serves, and answers after the deadline.
         idle: it takes none of its bytes, and reports it.
         parameters: checksums of what vLLM has reloaded from the weights.
         heard: the received steps in order.

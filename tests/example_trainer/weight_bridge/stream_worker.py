@@ -108,7 +108,7 @@ def late_rank(
     receivers: list[Rank],
     form: Callable[[str, float], None],
 ) -> None:
-    """Rank 1 comes to a transfer when the receivers have given it up: it fails on both ranks, and
+    """Rank 1 comes to a transfer when the receivers have given it up. It fails on both ranks, and
     the receivers name the lane whose weights did not come.
     """
     form("d", FEW_SECONDS)

@@ -204,8 +204,8 @@ def test_servers_that_share_no_gpu_are_one_group() -> None:
 
 
 def experts(count: int, width: int, hidden: int) -> tuple[Manifest, dict[str, Place]]:
-    """vLLM's parameter of all experts, filled from a checkpoint tensor for each of two matrices,
-    and the places of these in the trainer's parameter, which has them the other way round.
+    """vLLM's parameter of all experts, filled from a checkpoint tensor for each of two matrices.
+    The trainer's parameter has these the other way round.
     """
     slices, sources, places = [], [], {}
     for expert in range(count):

@@ -409,7 +409,7 @@ class World:
         elif state.phase is Phase.UNHEALTHY:
             assert self.server.trouble()
             # A command to pause that failed without having paused it is repeated at the watchdog's
-            # next look; a quarantine is reported at once, and stops the engine when the call that
+            # next look. A quarantine is reported at once, and stops the engine when the call that
             # has its turn has ended.
             trying = (
                 "pause" in commands

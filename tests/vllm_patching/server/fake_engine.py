@@ -1,9 +1,9 @@
 """vLLM's engine as the bridge sees it: a core that obeys one command after the other between steps,
 and its front end.
 
-It keeps to the essential parts of vLLM: a pause counts from the moment at which the core reads the
-command, long before it is answered; commands wait for the end of a step and for each other; a sent
-command cannot be taken back; a caller that stops waiting for an answer does not stop the core.
+It keeps to the essential parts of vLLM. A pause counts from the moment at which the core reads the
+command, long before it is answered. Commands wait for the end of a step and for each other. A sent
+command cannot be taken back. A caller that stops waiting for an answer does not stop the core.
 Commands can be slow, and can fail before or after they have been carried out.
 """
 

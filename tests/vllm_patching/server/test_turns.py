@@ -1,5 +1,5 @@
-"""A trainer and an engine that take turns with one GPU's memory: whatever fails, nothing is sampled
-without keys and values, and the server samples again.
+"""A trainer and an engine that take turns with one GPU's memory. No fault lets it sample without
+keys and values, and the server samples again.
 """
 
 from __future__ import annotations
