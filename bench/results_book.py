@@ -57,14 +57,6 @@ class Book:
         self.measured(file, path)
         return value
 
-    def maybe(self, file: str, path: str) -> float | None:
-        """Return the number at `path`; None where the file has nothing there."""
-        try:
-            self.get(file, path)
-        except FigureError:
-            return None
-        return self.number(file, path)
-
     def values(self, file: str, pattern: str) -> list[Any]:
         """Return the dated values of each place that a pattern names; `*` stands for any key."""
         places = [""]

@@ -56,11 +56,6 @@ def balance_loss(probabilities: Tensor, shares: Tensor) -> Tensor:
     return len(shares) * (shares * probabilities).sum()
 
 
-def z_loss(logits: Tensor) -> Tensor:
-    """The mean of lse(l)² over logits [tokens, experts] of one layer."""
-    return wide(logits).logsumexp(-1).square().mean()
-
-
 def loss_gradient(
     logits: Tensor,
     shares: Tensor | None,
