@@ -747,10 +747,6 @@ def _step_range(value: str | None) -> range:
 # A reference worker's requests for work.
 
 
-def _own_name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
 class ReferenceWorkerOptions(Section):
     """Reference worker"""
 
@@ -770,7 +766,7 @@ class ReferenceWorkerOptions(Section):
     @property
     def called(self) -> str:
         """Its name."""
-        return self.name or _own_name()
+        return self.name or f"{socket.gethostname()}-{os.getpid()}"
 
 
 class TrainerConfig(
