@@ -307,7 +307,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     """Hook our routes and the bridge into vLLM's server."""
     from vllm_patching.compat.loggers import worker_logger
     from vllm_patching.compat.outputs import take_logprobs_together
-    from vllm_patching.compat.server_app import wrap_server
+    from vllm_patching.compat.server_app import end_at_once_while_loading, wrap_server
     from vllm_patching.protocol.timeline import open_timeline
     from vllm_patching.server.generate import Generator
     from vllm_patching.server.lora import AdapterSpans, LoraController
@@ -333,7 +333,10 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
         attach(app, service, door, timeline)
         attach_metrics(app, bridge_state)
 
+    loaded = end_at_once_while_loading(module)
+
     async def on_state(engine: Any, state: Any) -> None:
+        loaded()
         if args.deterministic:
             service.deterministic = await verify_deterministic(engine, logger)
         if shared:

@@ -22,6 +22,7 @@ LAYERS = "vllm.model_executor.layers"
 SEAMS = (
     # server_app.py; the first that is there is taken
     "vllm.entrypoints.launchers.api_server.entry:run_server|vllm.entrypoints.openai.api_server:run_server",
+    "vllm.entrypoints.launchers.api_server.entry:setup_server|vllm.entrypoints.openai.api_server:setup_server",
     "vllm.entrypoints.launchers.api_server.entry:build_app|vllm.entrypoints.openai.api_server:build_app",
     "vllm.entrypoints.launchers.api_server.entry:init_app_state|vllm.entrypoints.openai.api_server:init_app_state",
     *(

@@ -33,7 +33,7 @@ from example_trainer.weight_bridge.server import BridgeServer, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.conftest import ROOT, Processes, wait_until
 from tests.e2e.bridge_helpers import TOLERANCE, checksums, joined, largest_difference, new_weights
-from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
+from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm, vllm_command
 from tests.forked_commands import FORK_CHILDREN, run_command
 from tests.light_servers import LightServer, Starter, until
 from tests.still_running import resident_pages
@@ -191,6 +191,22 @@ def ends_though_it_owes_answers(server: VllmServer, processes: Processes) -> Non
         assert processes.stop(server.process) not in (128 + signal.SIGKILL, -signal.SIGKILL)
         if owed.exception(60) is None:
             assert owed.result().status_code == 503, owed.result().text
+
+
+def test_a_server_that_is_stopped_while_it_loads_ends_at_once(
+    processes: Processes, free_port: Callable[[], int], tiny_model: Path
+) -> None:
+    """vLLM alone ends once its engine has loaded the model, which may take minutes."""
+    server = processes.start("vllm", vllm_command(tiny_model, free_port()))
+
+    def loads() -> str | None:
+        log = server.log_path.read_text(errors="replace")
+        return None if "Resolved architecture" in log else "it has not read the model's folder"
+
+    wait_until("the load", loads, 240)
+    assert processes.stop(server) == 128 + signal.SIGTERM
+    log = server.log_path.read_text(errors="replace")
+    assert "[vLLM Patch] SIGTERM while the model loads: the server ends" in log
 
 
 def test_no_server_is_one_line_with_the_remedy(free_port: Callable[[], int]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
@@ -16,9 +18,10 @@ def server_module() -> ModuleType:
     module = _first_module(
         "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"
     )
-    if all(hasattr(module, seam) for seam in ("run_server", "build_app", "init_app_state")):
+    seams = ("run_server", "setup_server", "build_app", "init_app_state")
+    if all(hasattr(module, seam) for seam in seams):
         return module
-    raise UnsupportedVllm(seam_missing("run_server, build_app and init_app_state"))
+    raise UnsupportedVllm(seam_missing(", ".join(seams)))
 
 
 def make_server_parser(
@@ -57,6 +60,33 @@ def _first_module(*names: str) -> ModuleType:
             if error.name is None or not name.startswith(error.name):
                 raise
     raise UnsupportedVllm(seam_missing(" or ".join(names)))
+
+
+def end_at_once_while_loading(module: ModuleType) -> Callable[[], None]:
+    """End the server at once on SIGTERM or SIGINT while its engine loads a model; return a function
+    that leaves both signals to vLLM again.
+
+    vLLM forwards them to its engine, which looks at them only after the load, and waits for it.
+    """
+    setup_server, before = module.setup_server, dict[signal.Signals, Any]()
+
+    def end(number: int, _: object) -> None:
+        name = signal.Signals(number).name
+        print(f"[vLLM Patch] {name} while the model loads: the server ends", flush=True)
+        os._exit(128 + number)  # its engine ends with it
+
+    def setup_server_and_signals(*args: Any, **kwargs: Any) -> Any:
+        made = setup_server(*args, **kwargs)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, end)
+        return made
+
+    def leave_to_vllm() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    module.setup_server = setup_server_and_signals  # type: ignore[attr-defined]
+    return leave_to_vllm
 
 
 def wrap_server(
