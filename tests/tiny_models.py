@@ -109,6 +109,10 @@ SERVED: dict[str, dict[str, Any]] = {
     | _MAMBA
     | {"mamba_d_ssm": 128, "mamba_n_heads": 4, "lm_head_multiplier": 0.4},
     "Gemma2": _HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 40},
+    "Gemma4Text": _HEADS
+    | _WINDOWED
+    | {"global_head_dim": 64, "num_kv_shared_layers": 0, "tie_word_embeddings": True}
+    | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 97},
     "Glm4Moe": _HEADS
     | {"moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2}
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
@@ -123,6 +127,17 @@ SERVED: dict[str, dict[str, Any]] = {
     | _MAMBA
     | {"shared_intermediate_size": 64, "mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
     "HunYuanDenseV1": _HEADS,
+    "Mamba2": {
+        "vocab_size": 97,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 32,
+        "state_size": 16,
+        "n_groups": 1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "Ministral3": _HEADS,
     "Nemotron": _HEADS,
     "Olmoe": _BASE | {"num_experts": 4, "num_experts_per_tok": 2},

@@ -165,9 +165,14 @@ def _refuse_rope(config: Any, where: Path) -> None:
 
 
 def _size(config: Any, key: str, otherwise: int) -> int:
-    value = getattr(config, key, None)
+    """Return a size from the configuration, the largest one where layers differ."""
+    value: Any
+    if key in (getattr(config, "per_layer_attributes", None) or ()):
+        value = [getattr(layer, key) for layer in config.per_layer_config]
+    else:
+        value = getattr(config, key, None)
     if isinstance(value, list | tuple):
-        value = max(value)
+        value = max(filter(None, value), default=None)
     return int(value or otherwise)
 
 

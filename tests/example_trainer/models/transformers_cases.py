@@ -42,6 +42,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"head_dim": 8, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
     # A sliding window, a cap on the scores of attention, and one on the logits.
     "Gemma2": _SIZES | {"head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 0.5},
+    # Heads of one width in some layers and of another in others; embeddings of each layer.
+    "Gemma4Text": _SIZES
+    | {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "num_kv_shared_layers": 0}
+    | {"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True}
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
     # A tied matrix, and a factor of the logits.
     "Cohere": _SIZES | {"logit_scale": 0.25, "tie_word_embeddings": True},
     # Positions that are learned; rows of media positions give it hidden states of another shape.
