@@ -332,7 +332,10 @@ class Routers:
         more = len(newly) - len(named)
         if more:
             named.append(f"{more} more")
+        remedy = "--router-balance-coef 0.01 spreads the tokens"
+        if given := self.losses.balance:
+            remedy = f"--router-balance-coef above {given:g} spreads the tokens more"
         return (
             f"experts without a token in the last {IDLE_STEPS} steps: {', '.join(named)}; they learn "
-            "nothing; --router-balance-coef 0.01 spreads the tokens"
+            f"nothing; {remedy}"
         )

@@ -206,3 +206,17 @@ def test_many_idle_experts_are_counted() -> None:
     line = routers.warning()
     assert line is not None
     assert "8 of layer 0, 7 more;" in line
+
+
+def test_the_line_about_idle_experts_asks_for_more_than_is_given() -> None:
+    routers = Routers([0], 2)
+    routers.losses = RouterLosses(balance=0.02)
+    for _ in range(IDLE_STEPS):
+        routers.begin_update(CPU)
+        with routers.passing(), torch.no_grad():
+            routers.choose(0, torch.eye(2)[:1], best(1))
+        routers.updated()
+        routers.row(lambda values: values)
+    line = routers.warning()
+    assert line is not None
+    assert line.endswith("nothing; --router-balance-coef above 0.02 spreads the tokens more")
