@@ -1,7 +1,8 @@
 """Updates through vLLM's own loader, for a model whose loading is more than copying.
 
 A rank keeps a copy of the whole checkpoint, which updates write. After each update vLLM reloads
-the model from it. The rank does so once at its start: the parameters must come out as they were.
+the model from it. The rank tries that at its start, with other weights and with its own. The first
+must change every parameter, and the second must bring all of them back.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.weights.regions import row_major
 from vllm_patching.weights.sharding import LearnedShard, SourceSlice
+from vllm_patching.worker.learned_layout import ProcessedWeights
 from vllm_patching.worker.parameters import LayoutError, own_parameters
 
 
@@ -42,7 +44,8 @@ class ReloadedModel:
             reload: see compat.model_loading.reloader.
 
         Raises:
-            LayoutError: vLLM's reload fails, or leaves other parameters than its loading.
+            LayoutError: vLLM's reload fails, leaves other parameters than its loading, or does not
+                write all of them.
         """
         self._model, self._reload = model, reload
         device = next(model.parameters()).device
@@ -53,17 +56,33 @@ class ReloadedModel:
             )
             for name, header in headers.items()
         }
+        before, weights = self._checksum(), ProcessedWeights(model)
         _read(folder, self.tensors)
-        before = self._checksum()
+        for tensor in self.tensors.values():
+            tensor.neg_().add_(3)
+        self._first_update()
+        changed = weights.changed(weights.sums)
+        _read(folder, self.tensors)
+        after = self._first_update()
+        if after != before:
+            raise LayoutError("vLLM's reload of its own checkpoint gives other parameters")
+        kept = [name for name in weights.sums if name not in changed]
+        if kept:
+            raise LayoutError(
+                f"vLLM's reload of other weights leaves {len(kept)} parameters as they were "
+                f"({', '.join(kept[:4])}); if they are of experts, start the server with "
+                "--moe-backend triton"
+            )
+
+    def _first_update(self) -> str:
+        """See update. Raises LayoutError."""
         try:
-            after = self.update()
+            return self.update()
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
             raise LayoutError(
                 f"vLLM cannot reload it ({type(error).__name__}: {reason})"
             ) from error
-        if after != before:
-            raise LayoutError("vLLM's reload of its own checkpoint gives other parameters")
 
     def shards(self) -> list[LearnedShard]:
         """The copy as parameters that are filled from the checkpoint's tensors, whole."""

@@ -150,6 +150,21 @@ def test_a_reload_that_gives_other_parameters_is_refused(folder: Path) -> None:
         layout_of(model, CONFIG, 0, 1)
 
 
+@pytest.mark.usefixtures("reloads")
+def test_a_reload_that_leaves_parameters_as_they_were_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "vllm_patching.worker.model_layout.reloader", lambda model, config: lambda tensors: None
+    )
+    model = loaded(model_config(folder), swap)
+    with pytest.raises(
+        LayoutError,
+        match=r"reload of other weights leaves 1 parameters as they were \(layer.weight\); if",
+    ):
+        layout_of(model, CONFIG, 0, 1)
+
+
 def no_reload(model: Any, config: Any) -> Any:
     raise LayoutError("no reload here")
 
