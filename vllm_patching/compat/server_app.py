@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import multiprocessing
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -63,17 +64,20 @@ def _first_module(*names: str) -> ModuleType:
 
 
 def end_at_once_while_loading(module: ModuleType) -> Callable[[], None]:
-    """End the server at once on SIGTERM or SIGINT while its engine loads a model; return a function
-    that leaves both signals to vLLM again.
+    """End the server and its engine at once on SIGTERM or SIGINT while the engine loads a model;
+    return a function that leaves both signals to vLLM again.
 
-    vLLM forwards them to its engine, which looks at them only after the load, and waits for it.
+    vLLM forwards them to its engine, which looks at them only after the load, and waits for it. The
+    engine is killed here: alone it would hold the GPU's memory until the load ends.
     """
     setup_server, before = module.setup_server, dict[signal.Signals, Any]()
 
     def end(number: int, _: object) -> None:
         name = signal.Signals(number).name
         print(f"[vLLM Patch] {name} while the model loads: the server ends", flush=True)
-        os._exit(128 + number)  # its engine ends with it
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(128 + number)
 
     def setup_server_and_signals(*args: Any, **kwargs: Any) -> Any:
         made = setup_server(*args, **kwargs)
