@@ -96,13 +96,14 @@ def read_geometry(folder: Path) -> tuple[Geometry, dict[str, Any]]:
         The geometry and the config as parsed.
 
     Raises:
-        ModelError: the file is not JSON, or describes a model that is not supported.
+        ModelError: the file is not a JSON object, or describes a model that is not supported.
     """
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
+    _check_form(config, path)
     try:
         if own_family(config) is None:
             # Only here: it takes seconds to import transformers.
@@ -112,6 +113,18 @@ def read_geometry(folder: Path) -> tuple[Geometry, dict[str, Any]]:
         return Geometry.from_config(config, where=str(path)), config
     except UnsupportedModel as error:
         raise ModelError(str(error)) from error
+
+
+def _check_form(config: object, path: Path) -> None:
+    """Raise ModelError unless a parsed config.json is an object whose architectures are names."""
+    remedy = "take the file of a complete checkpoint"
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds {config!r:.40}, not a JSON object; {remedy}")
+    names = config.get("architectures")
+    if not (
+        names is None or (isinstance(names, list) and all(isinstance(one, str) for one in names))
+    ):
+        raise ModelError(f"{path}: architectures is {names!r:.80}, not a list of names; {remedy}")
 
 
 def checkpoint_dtype(folder: Path) -> torch.dtype:

@@ -14,7 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from example_trainer.errors import ModelError
 from example_trainer.models import hf_checkpoint, load_model, safetensors_writer, save_model
-from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint, hf_tensors
+from example_trainer.models.hf_checkpoint import (
+    checkpoint_dtype,
+    find_checkpoint,
+    hf_tensors,
+    read_geometry,
+)
 from example_trainer.models.safetensors_writer import write_safetensors
 from tests.example_trainer.models.conftest import CASES, MakeCheckpoint
 
@@ -270,3 +275,26 @@ def test_anything_else_than_was_promised_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=r"was to come|zip\(\)"):
         write_safetensors(tmp_path / "file", {"a": (torch.float32, (2,))}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot read .*config.json: Expecting property name"),
+        (
+            "[1]",
+            r"config.json holds \[1\], not a JSON object; take the file of a complete checkpoint",
+        ),
+        ("null", "config.json holds None, not a JSON object"),
+        ('{"architectures": "Qwen3"}', "architectures is 'Qwen3', not a list of names; take the"),
+        ('{"architectures": [3]}', r"architectures is \[3\], not a list of names"),
+        ('{"architectures": null}', "config.json has no 'architectures'"),
+    ],
+)
+def test_a_config_of_another_form_is_refused_in_one_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=message) as refusal:
+        read_geometry(tmp_path)
+    assert "\n" not in str(refusal.value)
