@@ -37,7 +37,8 @@ def run_checks(
     more: Callable[[], dict[str, Any]] = dict,
     needs_gpu: bool = True,
 ) -> int:
-    """Run the checks and return the exit status.
+    """Run the checks and return the exit status. The results file is written after each check; its
+    `asked` is the number of all.
 
     Args:
         doc: the program's docstring.
@@ -49,7 +50,10 @@ def run_checks(
     if needs_gpu and not torch.cuda.is_available():
         print(NEEDS_GPU)
         return 2
-    outcomes = {}
+    facts: dict[str, Any] = {"gpu": "none", "torch": torch.__version__, "asked": len(checks)}
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    outcomes: dict[str, Any] = {}
     for name, check in checks.items():
         began = time.perf_counter()
         outcome = outcomes[name] = outcome_of(check)
@@ -58,9 +62,7 @@ def run_checks(
             mark = "ok    "
         seconds = time.perf_counter() - began
         print(f"{mark} {name}: {outcome['seen']}  ({seconds:.1f} s)", flush=True)
-    facts = {"gpu": "none", "torch": torch.__version__}
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
+        write_results(options, {**facts, "checks": outcomes})  # a time limit may end the next one
     write_results(options, {**facts, "checks": outcomes, **more()})
     passed = sum(outcome["passed"] for outcome in outcomes.values())
     print(f"{passed} of {len(outcomes)} checks passed")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.gpu.checks import run_checks
 from bench.gpu.processes import BenchError
 from bench.measured import COMMIT_VARIABLE
 from example_trainer.async_grpo.settings import read_settings
@@ -327,3 +328,23 @@ def test_a_results_file_is_named_by_its_layouts(
     controls = [layout.other_plan(args.tensor_parallel) for layout in layouts]
     assert controls == parts
     assert args.tensor_parallel not in controls
+
+
+def test_checks_that_a_time_limit_ends_leave_what_was_seen(tmp_path: Path) -> None:
+    file = tmp_path / "checks.json"
+
+    def ends() -> tuple[bool, str]:
+        raise KeyboardInterrupt
+
+    def fails() -> tuple[bool, str]:
+        return False, "7 rows differ"
+
+    checks = {"first": lambda: (True, "3 runs"), "second": fails, "third": ends}
+    with pytest.raises(KeyboardInterrupt):
+        run_checks("Checks.", checks, ["--json", str(file)], needs_gpu=False)
+    written = json.loads(file.read_text())
+    assert written["asked"] == 3
+    assert written["checks"] == {
+        "first": {"passed": True, "seen": "3 runs"},
+        "second": {"passed": False, "seen": "7 rows differ"},
+    }
