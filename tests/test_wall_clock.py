@@ -47,6 +47,7 @@ ALLOWED = {
     "example_trainer/weight_bridge/fleet_updates.py": SHOWN,
     "example_trainer/launcher/__main__.py": SHOWN,
     "example_trainer/launcher/control.py": SHOWN,
+    "example_trainer/launcher/status.py": SHOWN,
     "example_trainer/child_processes/guard.py": SHOWN,
     "example_trainer/launcher/rolling.py": SHOWN,
     "example_trainer/launcher/quickstart/run.py": "whether files changed",

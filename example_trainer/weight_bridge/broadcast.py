@@ -188,9 +188,7 @@ class BroadcastBridge(WeightBridge):
         manifests = [manifest for ranks in self._manifests.values() for manifest in ranks]
         self.params_total = len(as_held(self._shapes, manifests, self.may_lack))
         # Here and now, so that a port that is taken ends the start, not the first update.
-        self._ranks.on_main(
-            "opening the rendezvous", lambda: self._rendezvous.open(list(self._keeper.members))
-        )
+        self._ranks.on_main("opening the rendezvous", self._open_store)
         own = self._ranks.gather(gpu_uuid(self._device), "naming the GPUs")
 
         def prepare() -> list[int]:
@@ -371,6 +369,10 @@ class BroadcastBridge(WeightBridge):
             _lost(watch),
         )
         line.formed, line.key = group.members, group.key
+
+    def _open_store(self) -> None:
+        """On rank 0. Nothing is returned: a meeting, with its secret, does not go to other ranks."""
+        self._rendezvous.open(list(self._keeper.members))
 
     def _line(self, group: UpdateGroup) -> Line:
         """Return the line of a group's layout; a new layout gets a new line."""

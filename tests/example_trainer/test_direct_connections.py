@@ -18,7 +18,7 @@ from atroposlib.web.connections import direct_client
 from example_trainer.batch.client import RolloutClient
 from example_trainer.batch.local_sampler import Sampler
 from example_trainer.batch.problems import Problem
-from example_trainer.launcher.status import queue_size, served_version
+from example_trainer.launcher.status import queue_of, served_version
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.lora import LoraServer
 from example_trainer.weight_bridge.owned_server import OwnedServer
@@ -36,6 +36,7 @@ def contenting(request: Request) -> Answer:
         return 200, b"lockstep_weight_version 7\n"
     lists = ("token_ids", "token_logprobs", "weight_versions", "weight_version_spans")
     fields: dict[str, Any] = {"instance": "other", "current": None, "queue_size": 7, "uuid": 1}
+    fields["queue"] = {"groups": 7}
     return 200, fields | {name: [] for name in (*lists, "finish_reasons")}
 
 
@@ -87,7 +88,7 @@ CLIENTS: dict[str, Callable[[int, Path], object]] = {
     "rollouts": ask_rollouts,
     "legacy server": ask_owned,
     "samples of the deterministic check": ask_sampler,
-    "status: queue": lambda port, _: queue_size(f"http://127.0.0.1:{port}", ""),
+    "status: queue": lambda port, _: queue_of(f"http://127.0.0.1:{port}", "")[0],
     "status: version": lambda port, _: served_version(port),
 }
 

@@ -205,6 +205,13 @@ def test_a_part_that_ignores_sigterm_is_killed_after_its_grace_period(run: Run) 
     assert alive(pids) == []
 
 
+def kill_at_once(pids: set[int]) -> None:
+    """`kill -9` them. None can act on another's death: they are stopped before."""
+    for how in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, how)
+
+
 def test_after_kill_minus_9_of_everything_the_next_start_copes(run: Run) -> None:
     """Everything that the usual pkill pattern finds; what it does not find, as vLLM's engine, lives
     on and holds its memory.
@@ -220,8 +227,7 @@ def test_after_kill_minus_9_of_everything_the_next_start_copes(run: Run) -> None
     pids = [pid for family in run.pids().values() for pid in family]
     orphan = int((run.folder / "vllm.log").read_text().split()[1])
     assert orphan in pids
-    for pid in set(pids) - {orphan}:
-        os.kill(pid, signal.SIGKILL)
+    kill_at_once(set(pids) - {orphan})
     eventually(lambda: alive(pids) == [orphan], "not all ended")
     assert set(run.states().values()) == {"down"}
 
@@ -240,8 +246,7 @@ def test_stop_after_a_kill_ends_the_orphans_too(run: Run) -> None:
     run.start("vllm")
     pids = run.pids()["vllm"]
     orphan = int((run.folder / "vllm.log").read_text().split()[1])
-    for pid in set(pids) - {orphan}:
-        os.kill(pid, signal.SIGKILL)
+    kill_at_once(set(pids) - {orphan})
     eventually(lambda: alive(pids) == [orphan], "not all ended")
     assert run.stop()
     assert "vllm         had ended before: it was killed" in run.text()
@@ -416,8 +421,7 @@ def test_each_server_of_a_fleet_is_a_part_of_its_own(
         assert "vllm-2       answers http://localhost:" in run.text()
         others = {part: pids for part, pids in run.pids().items() if part != "vllm-2"}
         orphan = int((run.folder / "vllm-2.log").read_text().split()[1])
-        for pid in set(run.pids()["vllm-2"]) - {orphan}:
-            os.kill(pid, signal.SIGKILL)
+        kill_at_once(set(run.pids()["vllm-2"]) - {orphan})
         eventually(lambda: run.states()["vllm-2"] == "down", "the server is still up")
         again = parse(["--resume", "--run", str(run.folder), "--no-links"])
         assert again.parts == ("vllm-2",)
