@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up, then check style and types and run the tests of the default tier, in about five minutes on two cores.
-# The option --all runs the nightly tests too, as continuous integration does, in about fifteen.
+# The option --all runs the nightly tests too, as continuous integration does, in about 25 minutes.
 # Other arguments go to pytest, which then chooses from all tests, such as -k bridge.
 # Ends with pytest's closing lines, the check of types and the names of what failed. The status is 0 only if everything passed.
 set -uo pipefail
@@ -11,7 +11,7 @@ usage: scripts/test.sh [--all | PYTEST_ARGUMENT ...]
 Set up, check style and types, and run the tests.
 
   (nothing)        the default tests, in about five minutes on two cores
-  --all            every test, in about fifteen minutes
+  --all            every test, in about 25 minutes
   PYTEST_ARGUMENT  chosen from all tests, such as: -k bridge
 
 environment variables:
