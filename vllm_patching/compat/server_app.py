@@ -64,11 +64,11 @@ def _first_module(*names: str) -> ModuleType:
 
 
 def end_at_once_while_loading(module: ModuleType) -> Callable[[], None]:
-    """End the server and its engine at once on SIGTERM or SIGINT while the engine loads a model;
-    return a function that leaves both signals to vLLM again.
+    """End the server and its engine at once on SIGTERM or SIGINT while the engine loads a model.
 
-    vLLM forwards them to its engine, which looks at them only after the load, and waits for it. The
-    engine is killed here: alone it would hold the GPU's memory until the load ends.
+    Returns a function that leaves both signals to vLLM again. vLLM forwards them to its engine,
+    which looks at them only after the load, and waits for it. The engine is killed here: alone it
+    would hold the GPU's memory until the load ends.
     """
     setup_server, before = module.setup_server, dict[signal.Signals, Any]()
 

@@ -29,7 +29,7 @@ if __name__ == "__main__":
     print("ready", flush=True)
     time.sleep(120)
 """
-"""A server whose engine hears no SIGTERM."""
+"""A server whose engine ignores SIGTERM."""
 SOON = 60
 
 
