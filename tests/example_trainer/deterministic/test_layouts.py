@@ -16,6 +16,8 @@ from example_trainer.models.shards import sum_in_order
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.deterministic.layouts import ranks_command, write_model, written
 
+pytestmark = pytest.mark.nightly
+
 
 def run(
     processes: Processes, ranks: int, arguments: list[object], fails: bool = False
