@@ -195,28 +195,27 @@ def test_an_expert_that_stays_without_tokens_is_named_once() -> None:
     )
 
 
-def test_many_idle_experts_are_counted() -> None:
-    routers = Routers([0], 16)
+def line_after_one_expert(routers: Routers, experts: int) -> str:
+    """The line about idle experts, where one expert of layer 0 had every token."""
     for _ in range(IDLE_STEPS):
         routers.begin_update(CPU)
         with routers.passing(), torch.no_grad():
-            routers.choose(0, torch.eye(16)[:1], best(1))
+            routers.choose(0, torch.eye(experts)[:1], best(1))
         routers.updated()
         routers.row(lambda values: values)
     line = routers.warning()
     assert line is not None
+    return line
+
+
+def test_many_idle_experts_are_counted() -> None:
+    routers = Routers([0], 16)
+    line = line_after_one_expert(routers, 16)
     assert "8 of layer 0, 7 more;" in line
 
 
 def test_the_line_about_idle_experts_asks_for_more_than_is_given() -> None:
     routers = Routers([0], 2)
     routers.losses = RouterLosses(balance=0.02)
-    for _ in range(IDLE_STEPS):
-        routers.begin_update(CPU)
-        with routers.passing(), torch.no_grad():
-            routers.choose(0, torch.eye(2)[:1], best(1))
-        routers.updated()
-        routers.row(lambda values: values)
-    line = routers.warning()
-    assert line is not None
+    line = line_after_one_expert(routers, 2)
     assert line.endswith("nothing; --router-balance-coef above 0.02 spreads the tokens more")

@@ -77,8 +77,8 @@ def figure(replay: RouterReplay) -> dict[str, float | None]:
     return replay.row(lambda sums: sums, torch.device("cpu"))
 
 
-def packed(experts: list[np.ndarray], shared: bool) -> PackedBin:
-    batch = parse_batch([group(experts)], 64, 97, Rules(routers=ROUTERS))
+def packed(posted: dict[str, Any], shared: bool) -> PackedBin:
+    batch = parse_batch([posted], 64, 97, Rules(routers=ROUTERS))
     assert not batch.invalid, batch.invalid
     (((one,),),) = pack_batch(
         batch,
@@ -96,7 +96,7 @@ def test_the_samplers_experts_are_used_whatever_the_trainers_are(shared: bool) -
     """With the model's own choices nothing changes; with others it computes with those."""
     model = decoder()
     own = [chosen_by(model, PROMPT + answer) for answer in ANSWERS]
-    bin = packed(own, shared)
+    bin = packed(group(own), shared)
     assert (len(bin.lengths) == 4) == shared
     with torch.no_grad():
         expected = model(bin.tokens, bin.packing())
@@ -104,7 +104,7 @@ def test_the_samplers_experts_are_used_whatever_the_trainers_are(shared: bool) -
         with replay.counting():
             assert torch.equal(model(bin.tokens, bin.packing()), expected)
         assert figure(replay) == {"rerouted_share": 0.0}
-        others = packed([(one + 1) % 6 for one in own], shared)
+        others = packed(group([(one + 1) % 6 for one in own]), shared)
         with replay.counting():
             hidden = model(others.tokens, others.packing())
         assert not torch.allclose(hidden, expected, atol=1e-3)
@@ -119,7 +119,9 @@ def test_the_router_learns_from_the_probabilities_of_the_replayed_experts() -> N
     gradients, shares = [], []
     for again in (False, True):
         model = decoder()
-        bin = packed([chosen_by(model, PROMPT + answer)[:, :, ::-1] for answer in ANSWERS], True)
+        bin = packed(
+            group([chosen_by(model, PROMPT + answer)[:, :, ::-1] for answer in ANSWERS]), True
+        )
         replay = model.arithmetic.routing = RouterReplay(GEOMETRY.sparse_layers, 2)
         model.gradient_checkpointing = again
         with replay.counting():
@@ -147,7 +149,7 @@ def test_an_update_that_was_not_taken_has_no_share() -> None:
     """It fails behind its forward passes, as one does whose gradient is not finite."""
     model = decoder()
     experts = [chosen_by(model, PROMPT + answer) for answer in ANSWERS]
-    others = packed([(one + 1) % 6 for one in experts], True)
+    others = packed(group([(one + 1) % 6 for one in experts]), True)
     model.arithmetic.routing = replay = RouterReplay(GEOMETRY.sparse_layers, 2)
     optimizer, options = MasterAdamW(model, lr=0.0), TrainerConfig(model_name="-", seq_len=64)
 
@@ -157,7 +159,7 @@ def test_an_update_that_was_not_taken_has_no_share() -> None:
 
     gradients(others).accumulate(0)
     optimizer.zero_grad()
-    second = gradients(packed(experts, True))
+    second = gradients(packed(group(experts), True))
     second.accumulate(0)
     second.updated()
     assert second.row()["rerouted_share"] == 0
@@ -169,7 +171,7 @@ def test_a_token_counts_once_for_each_sequence_that_has_it() -> None:
     experts = [chosen_by(model, PROMPT + answer) for answer in ANSWERS]
     for one in experts:
         one[:20] = (one[:20] + 1) % 6
-    shares = [replayed(model, packed(experts, shared))[1] for shared in (False, True)]
+    shares = [replayed(model, packed(group(experts), shared))[1] for shared in (False, True)]
     assert 0.5 < shares[0] < 0.8, "prompts are most of the tokens, and a part of them is rerouted"
     assert shares[1] == pytest.approx(shares[0])
 
@@ -186,17 +188,9 @@ def test_a_sequence_that_goes_on_from_another_keeps_its_own_experts() -> None:
         "scores": [0.0, 1.0, 0.5],
         "routed_experts": [to_wire(drawn[: len(row) - 1]) for row in rows],
     }
-    batch = parse_batch([posted], 64, 97, Rules(routers=ROUTERS))
     states = []
     for shared in (False, True):
-        (((bin,),),) = pack_batch(
-            batch,
-            tokens_per_bin=200,
-            ranks=1,
-            normalisation="token",
-            max_tokens=64,
-            share_prefixes=shared,
-        )
+        bin = packed(posted, shared)
         assert bin.packing().shared == shared
         hidden, _ = replayed(model, bin)
         states.append(dict(zip(bin.targets.tolist(), hidden, strict=True)))
@@ -206,7 +200,7 @@ def test_a_sequence_that_goes_on_from_another_keeps_its_own_experts() -> None:
 
 def test_a_part_of_a_bin_keeps_its_experts() -> None:
     model = decoder()
-    bin = packed([chosen_by(model, PROMPT + answer) for answer in ANSWERS], True)
+    bin = packed(group([chosen_by(model, PROMPT + answer) for answer in ANSWERS]), True)
     part, _ = part_of(bin, [1])
     assert part.packing().routed is part.routed
     assert part.routed.shape == (len(part.tokens), 4)
