@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -33,6 +34,7 @@ from atroposlib.utils.log_lines import BoundedLines
 from atroposlib.utils.processes import end_forked_with_parent, end_with_parent
 from atroposlib.web.bounded_protocol import bounded_protocol
 from atroposlib.web.connections import SERVER_KEEPS_SECONDS, connections_allowed
+from vllm_patching.compat.sampler import sample_without_compiler
 from vllm_patching.compat.torchao_logs import quiet_torchao
 from vllm_patching.server.flags import (
     fail,
@@ -100,6 +102,16 @@ def check_model(model: str) -> None:
         )
 
 
+def config_file(model: str) -> Path:
+    """Return the config.json of a model that `check_model` has accepted."""
+    from huggingface_hub import hf_hub_download
+
+    folder = Path(model)
+    return (
+        folder / "config.json" if folder.is_dir() else Path(hf_hub_download(model, "config.json"))
+    )
+
+
 def check_port(host: str | None, port: int) -> None:
     """End with one line if another process listens on the port already."""
     with socket.socket(socket.AF_INET6 if host and ":" in host else socket.AF_INET) as probe:
@@ -157,6 +169,12 @@ def prepare_environment(args: argparse.Namespace, shared: bool) -> None:
     if current_platform.is_cpu():
         _cpu_defaults(args)
         return
+    if not args.deterministic and sample_without_compiler(os.environ):
+        print(
+            "[vLLM Patch] no CUDA compiler (nvcc) found, which FlashInfer's sampler needs: vLLM's own samples top-p and "
+            "top-k (VLLM_USE_FLASHINFER_SAMPLER=0)",
+            flush=True,
+        )
     if shared or args.deterministic:
         keep_experts_plain(args)
     if shared and args.tensor_parallel_size > 1:
@@ -194,6 +212,35 @@ def avoid_multicast(args: argparse.Namespace) -> None:
             f"[vLLM Patch] {said[0]}: no NVLink multicast, so vLLM's fused sum and norm and its own all-reduce are off "
             "(--compilation-config with pass_config.fuse_allreduce_rms decides otherwise)",
             flush=True,
+        )
+
+
+def _refuse_adapters(args: argparse.Namespace) -> None:
+    """End with one line, before the load, if the model cannot have adapters here."""
+    from vllm.triton_utils import HAS_TRITON
+
+    from vllm_patching.weights.families import FAMILIES, Geometry, UnsupportedModel, own_family
+
+    layers: tuple[int, ...] = ()
+    try:
+        path = config_file(args.model)
+        config = json.loads(path.read_text(encoding="utf-8"))
+        names = ", ".join(map(str, config.get("architectures") or ()))
+        known = not names or own_family(config) is not None
+        if names and known:
+            layers = Geometry.from_config(config, where=str(path)).sparse_layers
+    except (AttributeError, OSError, TypeError, ValueError, UnsupportedModel):
+        return  # vLLM, or the worker's setup of adapters, names the reason
+    if not known:
+        fail(
+            f"--enable-lora: --model {args.model} is a {names}, which has no adapters here. Leave "
+            f"--enable-lora out and train all weights, or take one of {', '.join(FAMILIES)}"
+        )
+    if layers and not HAS_TRITON:  # adapters around experts are Triton kernels
+        fail(
+            f"--enable-lora: --model {args.model} is a mixture ({names}). vLLM computes "
+            "adapters of mixtures with Triton, which its CPU build lacks. Leave --enable-lora out and train all "
+            "weights, or use a machine with an NVIDIA GPU"
         )
 
 
@@ -410,6 +457,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.enable_lora:
         refuse_dev_mode("--enable-lora")
         prepare_lora(args, shared)
+        _refuse_adapters(args)
     import uvloop
 
     engine_core.prepare_environment(os.environ)

@@ -21,6 +21,7 @@ from example_trainer.vllm_api_server import (
     keep_experts_plain,
 )
 from tests.forked_commands import run_command
+from tests.geometries import config_of
 from vllm_patching.server import flags as server_flags
 from vllm_patching.server.flags import parse_arguments
 
@@ -80,6 +81,8 @@ EXPECTED = {
     "replicas of other front ends": "--data-parallel-rank 1 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: all replicas",
     "front ends": "--api-server-count 2: one process must own the bridge's state and count",
     "experts of tokens": "--enable-return-routed-experts needs a GPU",
+    "adapters of tier 2": "is a MixtralForCausalLM, which has no adapters here",
+    "adapters of a mixture": "is a mixture (Qwen3MoeForCausalLM). vLLM computes adapters of mixtures with Triton",
 }
 
 
@@ -117,6 +120,18 @@ def answers(
     (model / "config.json").write_text('{"model_type": "qwen3"}')
     lines = command_lines(["--model", str(model), "--port", str(free_port())])
     lines["no checkpoint"] = ["--model", str(empty)]
+    mixture = tmp_path_factory.mktemp("mixture")
+    (mixture / "config.json").write_text(json.dumps(config_of("Qwen3Moe", 2, 8, 6, 4, 2, 2, 10)))
+    tier_2 = tmp_path_factory.mktemp("tier_2")
+    (tier_2 / "config.json").write_text('{"architectures": ["MixtralForCausalLM"]}')
+    lines["adapters of tier 2"] = [
+        "VLLM_ENABLE_SHARED_WEIGHTS=0",
+        *("--model", str(tier_2), "--enable-lora", "--port", str(free_port())),
+    ]
+    lines["adapters of a mixture"] = [
+        "VLLM_ENABLE_SHARED_WEIGHTS=0",
+        *("--model", str(mixture), "--enable-lora", "--port", str(free_port())),
+    ]
     program = ROOT / "example_trainer" / "vllm_api_server.py"
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -144,6 +144,23 @@ def _add_parts(  # type: ignore[no-untyped-def]
     tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=valid)
 
 
+@triton.jit
+def _lay_out(  # type: ignore[no-untyped-def]
+    k, v, cache, pages, offsets, token_stride, head_stride, value_token_stride, value_head_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    head, column = place // DIM, place % DIM
+    valid = head < HEADS
+    at = (tl.load(pages + token) * HEADS + head) * PAGE + tl.load(offsets + token)
+    to = cache + at * (2 * DIM) + column
+    key = tl.load(k + token * token_stride + head * head_stride + column, mask=valid)
+    tl.store(to, key, mask=valid)
+    source = token * value_token_stride + head * value_head_stride + column
+    tl.store(to + DIM, tl.load(v + source, mask=valid), mask=valid)
+
+
 def source_hash() -> str:
     """Hash of this file: two sides with the same hash and the same Triton run the same norm."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
@@ -272,6 +289,28 @@ def weighted_sum(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
                 rows, places, weights, out, width, COUNT=count, SIZE=1024, num_warps=4
             )
     return out
+
+
+def lay_out(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: torch.Tensor,
+    pages: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    """Write keys and values [tokens, kv_heads, dim] to their places in a contiguous cache
+    [pages, kv_heads, page, 2 · dim], the key first.
+
+    Args:
+        pages, offsets: [tokens] int64, the page of each token and its place there.
+    """
+    tokens, heads, dim = k.shape
+    k, v = (part if part.stride(2) == 1 else part.contiguous() for part in (k, v))
+    with torch.cuda.device_of(k):
+        _lay_out[(tokens,)](
+            k, v, cache, pages, offsets, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            HEADS=heads, DIM=dim, PAGE=cache.shape[2], BLOCK=triton.next_power_of_2(heads * dim), num_warps=4,
+        )  # fmt: skip
 
 
 def _aligned_copy(logits: torch.Tensor) -> torch.Tensor:

@@ -174,8 +174,9 @@ def rotary_embedding(
     head_dim: int,
     cos_sin_cache: torch.Tensor,
     interleaved: bool = False,
+    in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q and k by their positions. Returns new tensors.
+    """Rotate q and k by their positions. Returns new tensors, unless `in_place`.
 
     The first half of a head's first rotary_dim dimensions is rotated with the second (neox style).
 
@@ -186,11 +187,14 @@ def rotary_embedding(
         cos_sin_cache: [max_position, rotary_dim] in the model's dtype: cosines, then sines; see
             `rotary_table`.
         interleaved: neighbours are rotated, instead of the halves.
+        in_place: q and k, which are contiguous, may be overwritten.
     """
     if not q.is_cuda:
         return reference.rotary_embedding(positions, q, k, head_dim, cos_sin_cache, interleaved)
-    rotated = q.reshape(q.shape[0], -1).clone(memory_format=torch.contiguous_format)
-    rotated_k = k.reshape(k.shape[0], -1).clone(memory_format=torch.contiguous_format)
+    rotated, rotated_k = (part.reshape(part.shape[0], -1) for part in (q, k))
+    if not in_place:
+        kept = torch.contiguous_format
+        rotated, rotated_k = (part.clone(memory_format=kept) for part in (rotated, rotated_k))
     _vllm_ops().rotary_embedding(
         positions, rotated, rotated_k, head_dim, cos_sin_cache, not interleaved
     )

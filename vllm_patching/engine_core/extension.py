@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_patching.compat.rank_messages import keep_payloads_whole, wait_without_spinning
-from vllm_patching.engine_core import gathered_outputs, loopback_stores, progress
+from vllm_patching.engine_core import gathered_outputs, loopback_stores, named_memory, progress
 from vllm_patching.protocol.messages import (
     CAN_VERIFY_AND_RESUME,
     VERIFY_AND_RESUME,
@@ -42,9 +42,10 @@ _GATHERING_SEAMS = ("step", "step_with_batch_queue", "is_scheduler_paused")
 def install() -> None:
     """Give vLLM's engine core the methods that RankCalls needs, and have it gather outputs, in the
     process that has one. On a CPU, have every process wait for the others without taking a core.
-    Stores of one machine's workers listen on loopback.
+    Stores of one machine's workers listen on loopback. Shared memory is named after its process.
     """
     loopback_stores.install()
+    named_memory.install()
     module = sys.modules.get(_MODULE)
     core = getattr(module, "EngineCore", None)
     if core is not None and all(hasattr(core, seam) for seam in _SEAMS):

@@ -98,7 +98,7 @@ class InitBody(Message):
         default=0,
         ge=0,
         le=LARGEST,
-        description="life of the trainer: Unix milliseconds of its start",
+        description="weight epoch of the trainer",
     )
     events: list[str] = Field(
         default=[], description="single copy on a GPU: for each rank, the event behind the writes"

@@ -83,8 +83,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--weight-epoch",
         type=int,
         default=0,
-        help="the life of the trainer that saved --model (Unix milliseconds of its start), which /generate reports beside the "
-        "version; 0: none did (default: %(default)s)",
+        help="weight epoch of the trainer that saved --model, which /generate reports beside the "
+        "version; 0: no trainer did (default: %(default)s)",
     )
     parser.add_argument(
         "--inflight-cache",

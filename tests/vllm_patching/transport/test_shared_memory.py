@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from vllm_patching.transport.shared_memory import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
+NAMESPACE = os.stat("/proc/self/ns/pid").st_ino
 
 
 @pytest.fixture
@@ -89,14 +91,33 @@ def test_the_file_of_a_killed_server_is_removed_and_that_of_a_living_one_is_not(
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     dead, living = (
-        tmp_path / f"lockstep-{gone.pid}-tp0-x.weights",
-        tmp_path / f"lockstep-{os.getpid()}-tp0-x.weights",
+        tmp_path / f"lockstep-{NAMESPACE}-{gone.pid}-tp0-x.weights",
+        tmp_path / f"lockstep-{NAMESPACE}-{os.getpid()}-tp0-x.weights",
     )
-    other = tmp_path / "something.weights"
-    for path in (dead, living, other):
+    others = [
+        tmp_path / "something.weights",
+        tmp_path / "psm_12345678",
+        # of another container, whose process has this number there
+        tmp_path / f"lockstep-{NAMESPACE + 1}-{gone.pid}-tp0-x.weights",
+        tmp_path / f"lockstep-0-{gone.pid}-x.memory",
+        tmp_path / f"lockstep-{gone.pid}-tp0-x.weights",
+        tmp_path / f"lockstep-{NAMESPACE}-{2**70}-x.memory",
+    ]
+    for path in (dead, living, *others):
         path.write_bytes(b"")
     remove_leftovers(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([living, other])
+    assert sorted(tmp_path.iterdir()) == sorted([living, *others])
+
+
+def test_without_a_namespace_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr("vllm_patching.transport.shared_memory._process_namespace", lambda: 0)
+    (tmp_path / f"lockstep-0-{gone.pid}-tp0-x.weights").write_bytes(b"")
+    remove_leftovers(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_ranks_that_start_at_once_clear_up_together(tmp_path: Path) -> None:
@@ -104,7 +125,7 @@ def test_ranks_that_start_at_once_clear_up_together(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     for index in range(200):
-        (tmp_path / f"lockstep-{gone.pid}-tp{index}-x.weights").write_bytes(b"")
+        (tmp_path / f"lockstep-{NAMESPACE}-{gone.pid}-tp{index}-x.weights").write_bytes(b"")
     ranks, together = 4, threading.Barrier(4)
 
     def start() -> None:
@@ -129,8 +150,10 @@ def test_no_room_is_an_error_and_leaves_no_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(SharedMemoryError, match="no room"):
+    with pytest.raises(SharedMemoryError, match="no room") as caught:
         export_to_shared_memory({"a": torch.nn.Parameter(torch.zeros(4))}, "test")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "OSError" not in shown, "start.sh would show that one, without a remedy"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,7 +195,7 @@ def test_links_among_the_files_of_killed_servers_are_left_alone(tmp_path: Path) 
     """Another user may have put them there, and then only that user can remove them."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    target, link = tmp_path / "mine", tmp_path / f"lockstep-{ended.pid}-x.weights"
+    target, link = tmp_path / "mine", tmp_path / f"lockstep-{NAMESPACE}-{ended.pid}-x.weights"
     target.write_text("kept")
     link.symlink_to(target)
     remove_leftovers(tmp_path)

@@ -13,10 +13,9 @@ from typing import Any
 
 from bench.gpu.shapes import SHAPES
 from tests.e2e.test_families_in_vllm import CASES
-from tests.e2e.test_learned_layouts import UPDATED
 from tests.example_trainer.models.transformers_cases import CONFIGS
 from tests.geometries import geometry_of
-from tests.tiny_models import SERVED
+from tests.tiny_models import SERVED, UPDATED
 from vllm_patching.weights.families import FAMILIES, PROJECTIONS, Family, adapted_projections
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
