@@ -161,6 +161,45 @@ SERVED: dict[str, dict[str, Any]] = {
     "Starcoder2": _BASE | {"sliding_window": 16, "use_bias": True},
 }
 """The same for models that vLLM's CPU build serves, and whose numbers are near 1."""
+UPDATED = ("Mixtral", "Olmo3", "DeepseekV3", "Falcon", "Qwen2_5_VL")
+"""Names of CONFIGS that tests serve by a running server of vLLM's CPU build, and update."""
+_WIDE = _BASE | {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 2}
+_WIDE_HEADS = _WIDE | {"head_dim": 64}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+ON_GPUS: dict[str, dict[str, Any]] = {
+    "GptOss": _WIDE_HEADS | _LOCAL | {"sliding_window": 16},
+    "Jamba": _WIDE
+    | {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2}
+    | {"expert_layer_offset": 1, "attn_layer_period": 2, "attn_layer_offset": 1}
+    | {"mamba_d_state": 16, "mamba_dt_rank": 16, "use_mamba_kernels": False},
+    "Mamba": {
+        "vocab_size": 97,
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "state_size": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    },
+    "NemotronH": _WIDE_HEADS
+    | {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "moe"]}
+    | {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 1}
+    | {"chunk_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128}
+    | {"n_group": 1, "topk_group": 1},
+    "OlmoHybrid": _WIDE | _LINEAR | {"num_key_value_heads": 4},
+    "Qwen3Next": _WIDE_HEADS
+    | _LINEAR
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    | {"shared_expert_intermediate_size": 128},
+}
+"""The same for models that vLLM's CPU build cannot run or update, in sizes that GPU kernels take."""
 
 STAND_IN = Path(__file__).parent / "without_images"
 """A package with torchvision's name, which models that read images are imported with."""
@@ -194,11 +233,11 @@ def make_model(name: str, folder: Path, seed: int = 0, **keys: Any) -> dict[str,
 
 
 def make_served(name: str, folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Save a random float32 model of SERVED. Returns the checkpoint's tensors."""
+    """Save a random float32 model of SERVED or ON_GPUS. Returns the checkpoint's tensors."""
     import transformers
 
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**SERVED[name])
+    config = getattr(transformers, f"{name}Config")(**(SERVED | ON_GPUS)[name])
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -6,10 +6,8 @@ time.
     python bench/gpu/exact_lengths.py --output DIR --only "4k, exact"       some cases
     python bench/gpu/exact_lengths.py --output DIR --tiny --device cpu      that the script runs, without a GPU
 
-Two further ways take a library's deterministic kernel for the backward pass of attention instead of
-our own. They are PyTorch's FlashAttention 2, and FlashAttention 4 of vLLM for Hopper. `repeats`
-shows whether two passes gave the same bits. Prints a table and, for each case, its longest kernels;
-writes exact_lengths.json after each case.
+`repeats` shows whether two passes gave the same bits. Prints a table and, for each case, its
+longest kernels; writes exact_lengths.json after each case.
 """
 
 from __future__ import annotations

@@ -5,29 +5,21 @@ the kernels that take its time.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from bench.gpu.live_bytes import Meter
 from bench.gpu.processes import answer_once
 from bench.gpu.speed_worker import DETERMINISTIC, Case, Timer, ours, rates
 from bench.gpu.synthetic import dtype_on, geometry_of, gradient_of, joined_group, random_bin
 from example_trainer.config import TrainerConfig
-from example_trainer.models.ops import flash_attention_4, invariant
-from example_trainer.models.packing import Packing
 from vllm_patching.protocol.checksum import weights_checksum
 
-Way = Literal[
-    "ordinary", "exact", "exact, FlashAttention's backward", "exact, FlashAttention 4's backward"
-]
-FLASH_BACKWARD: Way = "exact, FlashAttention's backward"
-FLASH_4_BACKWARD: Way = "exact, FlashAttention 4's backward"
+Way = Literal["ordinary", "exact"]
 MOST_KERNELS = 25
 
 
@@ -36,9 +28,7 @@ class ProfiledCase:
     """The measured case.
 
     Attributes:
-        way: the trainer's fast operations, or its exact ones. The exact ones may have PyTorch's
-            FlashAttention 2, or vLLM's FlashAttention 4, in its deterministic form for the backward
-            pass of attention.
+        way: the trainer's fast operations, or its exact ones.
         shape: a key of SHAPES.
         length, tokens: of a sequence, and of the packed bin.
         warm_up, repeats: passes before the timed ones, and the timed ones.
@@ -53,54 +43,6 @@ class ProfiledCase:
     repeats: int = 4
     seconds: int = 150
     device: str = "cuda"
-
-
-def flash_backward(
-    upstream: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    packing: Packing,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch's FlashAttention 2, without atomic additions, for ops' attention_backward."""
-    starts, longest = packing.cu_seqlens, packing.max_length
-    none = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        gradients = torch.ops.aten._flash_attention_backward(
-            upstream.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out, lse, starts, starts,
-            longest, longest, 0.0, True, none, none, scale=scale,
-        )  # fmt: skip
-    finally:
-        torch.use_deterministic_algorithms(was)
-    dq, dk, dv = gradients[:3]
-    return dq, dk, dv
-
-
-BACKWARDS = {
-    FLASH_BACKWARD: flash_backward,
-    FLASH_4_BACKWARD: flash_attention_4.attention_backward,
-}
-"""Way -> the function that replaces our own backward pass of attention."""
-
-
-@contextmanager
-def attention_of(way: Way, device: torch.device) -> Iterator[None]:
-    """Have the exact operations take this way's backward pass of attention, for the block."""
-    if way not in BACKWARDS:
-        yield
-        return
-    passes: Any = invariant.gradients_for(torch.empty(0, device=device))
-    own = passes.attention_backward
-    passes.attention_backward = BACKWARDS[way]
-    try:
-        yield
-    finally:
-        passes.attention_backward = own
 
 
 def kernels_of(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
@@ -142,23 +84,21 @@ def measure(case: ProfiledCase, device: torch.device) -> dict[str, Any]:
     bins = [random_bin(speed.work, geometry.vocab_size, device)]
     gradient, timer = partial(gradient_of, model, optimizer, bins, config), Timer(device)
     figures: dict[str, Any] = {"arithmetic": model.arithmetic.ops.NAME}
-    with attention_of(case.way, device):
-        with Meter(device) as meter:
-            for _ in range(case.warm_up):
-                gradient()
-            meter.reset()
+    with Meter(device) as meter:
+        for _ in range(case.warm_up):
             gradient()
-            peak = meter.peak
-        if exact:
-            figures["repeats"] = repeats(gradient, model)
-        seconds = [timer(gradient) for _ in range(case.repeats)]
-        figures["pass"] = rates(geometry, bins[0], speed.work, min(seconds), 1, 1)
-        figures["pass"] |= {
-            "median_seconds": round(statistics.median(seconds), 5),
-            "peak_bytes": peak,
-        }
-        figures |= kernels_of(gradient, device)
-    return figures
+        meter.reset()
+        gradient()
+        peak = meter.peak
+    if exact:
+        figures["repeats"] = repeats(gradient, model)
+    seconds = [timer(gradient) for _ in range(case.repeats)]
+    figures["pass"] = rates(geometry, bins[0], speed.work, min(seconds), 1, 1)
+    figures["pass"] |= {
+        "median_seconds": round(statistics.median(seconds), 5),
+        "peak_bytes": peak,
+    }
+    return figures | kernels_of(gradient, device)
 
 
 def repeats(gradient: Callable[[], object], model: Any) -> bool:
@@ -171,21 +111,9 @@ def repeats(gradient: Callable[[], object], model: Any) -> bool:
     return checksums[0] == checksums[1]
 
 
-def refusal(case: ProfiledCase) -> str:
-    """Why a case cannot be measured here; empty if it can."""
-    if case.way == FLASH_BACKWARD and case.device != "cuda":
-        return "PyTorch has FlashAttention on GPUs alone"
-    if case.way == FLASH_4_BACKWARD:
-        heads = torch.empty(0, 1, geometry_of(case.shape).head_dim, device=case.device)
-        return flash_attention_4.refusal(heads.bfloat16())
-    return ""
-
-
 def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a case; `skipped` or `out_of_memory` with the reason if there are none."""
+    """The figures of a case; `out_of_memory` with the reason if there are none."""
     case = ProfiledCase(**asked)
-    if reason := refusal(case):
-        return {"case": asked, "skipped": reason}
     torch.manual_seed(0)
     with joined_group(1, torch.device(case.device)) as device:
         try:

@@ -85,6 +85,7 @@
 # them with tiny shapes on the CPU.
 # Each other kind ends within nine minutes, checks within twenty. A machine's first server start is part of the first kind that is
 # run on it.
+# The kinds 2, 2-14b, compare and fleet-* also measure vLLM's own engine, which needs vLLM 0.26 (bench/gpu/vllm_engine_trainer.py).
 # LOCKSTEP_COMMIT names the commit that is measured, where there is no .git folder.
 # Ends with status 1 if any script failed. Results and logs are in OUTPUT_FOLDER, one folder for each script.
 set -uo pipefail

@@ -1,5 +1,6 @@
-"""A trainer that uses vLLM's own NCCL weight-transfer engine, to compare with. vLLM 0.26; needs
-GPUs.
+"""A trainer that uses vLLM's own NCCL weight-transfer engine, to compare with. Needs GPUs and
+vLLM 0.26: the engine of 0.33 has another trainer's side. `scripts/lock.sh --vllm 0.26.0 FILE` makes
+a list to install.
 
 The server is started with VLLM_SERVER_DEV_MODE=1 and `--weight-transfer-config '{"backend":
 "nccl"}'`. One update is: the write of the new weights, /pause?mode=keep, /start_weight_update, the
@@ -41,6 +42,11 @@ class EngineTrainer(BenchTrainer):
             others: ports of more servers on this machine, whose workers come into the same group.
         """
         engine = import_module(NCCL_ENGINE)
+        if not hasattr(engine.NCCLWeightTransferEngine, "trainer_init"):
+            raise RuntimeError(
+                "the comparison with vLLM's own engine needs vLLM 0.26: install the list of "
+                "`scripts/lock.sh --vllm 0.26.0 FILE`, or leave out the part `engine`"
+            )
         self._clients += [
             httpx.Client(base_url=f"http://localhost:{port}", timeout=self.timeout)
             for port in others

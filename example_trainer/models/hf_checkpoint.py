@@ -53,22 +53,9 @@ def find_checkpoint(name: str) -> Path:
     Raises:
         ModelError: there is no such folder, or the hub does not know it or cannot be reached.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(
-                f"model folder {path} has no config.json; give the folder that holds the Hugging Face checkpoint"
-            )
-        return path
-    if path.is_file():
-        raise ModelError(
-            f"model {name} is a file; give the folder that holds config.json and the *.safetensors files"
-        )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(
-            f"model folder {path} does not exist (seen from {Path.cwd()}); give a folder or a hub id such as Qwen/Qwen3-0.6B"
-        )
-    unknown = f"no folder {path.resolve()}, and the Hugging Face hub"
+    if folder := local_checkpoint(name):
+        return folder
+    unknown = f"no folder {Path(name).expanduser().resolve()}, and the Hugging Face hub"
     try:
         return Path(
             snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_FROM_HUB)
@@ -87,6 +74,30 @@ def find_checkpoint(name: str) -> Path:
         raise ModelError(
             f"model {name!r}: {unknown} answered: {reason}; check the name, or log in if it is gated"
         ) from error
+
+
+def local_checkpoint(name: str) -> Path | None:
+    """The local folder that holds a model; None if `name` can only be an id of the hub.
+
+    Raises:
+        ModelError: `name` is a path, and no folder with a model is there.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"model folder {path} has no config.json; give the folder that holds the Hugging Face checkpoint"
+            )
+        return path
+    if path.is_file():
+        raise ModelError(
+            f"model {name} is a file; give the folder that holds config.json and the *.safetensors files"
+        )
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(
+            f"model folder {path} does not exist (seen from {Path.cwd()}); give a folder or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    return None
 
 
 def read_geometry(folder: Path) -> tuple[Geometry, dict[str, Any]]:

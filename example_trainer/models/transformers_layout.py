@@ -221,7 +221,7 @@ def _class_of(config: Mapping[str, Any], where: Path) -> type[PreTrainedModel]:
             "same model"
         )
     named = config.get("architectures") or []
-    for name in named:
+    for name in (*named, *map(_in_another_case, named)):
         kind = getattr(transformers, name, None)
         if inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel):
             return kind
@@ -240,6 +240,16 @@ def _class_of(config: Mapping[str, Any], where: Path) -> type[PreTrainedModel]:
         f"{where}: architecture {names} is not in transformers {transformers.__version__}; "
         "use a newer transformers, or another model"
     )
+
+
+def _in_another_case(architecture: str) -> str:
+    """Return transformers' spelling of an architecture. Published checkpoints of some have MoE where
+    transformers' class has Moe or moe.
+    """
+    import transformers
+
+    same = (name for name in dir(transformers) if name.lower() == architecture.lower())
+    return next(same, architecture)
 
 
 def module_tensors(model: nn.Module) -> dict[str, Tensor]:

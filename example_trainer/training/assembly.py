@@ -22,7 +22,11 @@ from example_trainer.deterministic.pairing import (
     make_parity,
     pin_settings,
 )
-from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
+from example_trainer.models.hf_checkpoint import (
+    find_checkpoint,
+    local_checkpoint,
+    read_geometry,
+)
 from example_trainer.observe.exporter import serve_metrics
 from example_trainer.observe.metrics import MetricsLog, make_metrics
 from example_trainer.observe.perf import Speed, StepProfiler, make_speed, memory_history
@@ -32,9 +36,9 @@ from example_trainer.process import StopSignal
 from example_trainer.training.checkpoints import checkpoint_prefix, load_state, make_checkpoints
 from example_trainer.training.memory_choice import choose_memory
 from example_trainer.training.model import (
+    choose_device,
     choose_dtype,
     decoder_maker,
-    device_for,
     fitted_to_model,
     make_model,
     make_reference,
@@ -68,7 +72,7 @@ def make_trainer(
         stack: closes the parts.
     """
     objective = begin_process(config)
-    device = device_for(config)
+    device = choose_device(config.device, config.num_threads)
     ranks = stack.enter_context(join_ranks(config.rank_timeout, device))
     refuse_ranks(config, ranks)
     observers = Observers(config, ranks, device, stack)
@@ -286,6 +290,7 @@ def choose_start(config: TrainerConfig, stop: StopSignal, ranks: Ranks) -> Start
     if start.saved and start.saved.step >= config.training_steps:
         finish_earlier_run(config, start.saved, stop, ranks)
         return None
+    local_checkpoint(config.model_name)  # a wrong path ends the trainer before it waits for others
 
     def ask() -> int:
         with service_client(config, stop) as client:

@@ -159,21 +159,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def device_for(config: TrainerConfig) -> torch.device:
-    """Choose the device to train on; see choose_device.
-
-    Raises:
-        ConfigError: it cannot be used, or the options ask for kernels that were not checked on it.
-    """
-    device = choose_device(config.device, config.num_threads)
-    if config.deterministic and config.share_prefixes and device.type == "cuda":
-        raise ConfigError(
-            "--deterministic with --share-prefixes was not checked on a GPU yet "
-            "(tests/gpu/check_deterministic_trainer.py has the check): leave --share-prefixes out"
-        )
-    return device
-
-
 DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
 
 

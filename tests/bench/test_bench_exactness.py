@@ -9,12 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from bench.gpu import exact_lengths, rollout_worker
-from bench.gpu.profile_worker import BACKWARDS, ProfiledCase, attention_of, flash_backward
-from example_trainer.models.ops import torch_gradients
-from example_trainer.models.packing import Packing
+from bench.gpu.profile_worker import ProfiledCase
 
 pytestmark = pytest.mark.nightly
 
@@ -27,12 +24,10 @@ def test_exact_passes_repeat_and_have_their_kernels_in_a_table(
     words = ["--output", str(tmp_path), "--tiny", "--device", "cpu", "--only", *names]
     assert exact_lengths.main(words) == 0
     written = json.loads((tmp_path / "exact_lengths.json").read_text())
-    ordinary, exact, flash, flash_4 = (written["cases"][name] for name in names)
+    ordinary, exact = (written["cases"][name] for name in names)
     assert (ordinary["arithmetic"], exact["arithmetic"]) == ("reference", "invariant")
     assert exact["repeats"] is True
     assert "repeats" not in ordinary
-    assert flash["skipped"] == "PyTorch has FlashAttention on GPUs alone"
-    assert flash_4["skipped"] == "FlashAttention 4 has kernels for GPUs alone"
     for case in (ordinary, exact):
         longest = [seconds for *_, seconds in case["kernels"]]
         assert longest == sorted(longest, reverse=True)
@@ -40,53 +35,13 @@ def test_exact_passes_repeat_and_have_their_kernels_in_a_table(
     assert written["ratios"]["512"].keys() == {"exact"}
     printed = capsys.readouterr().out
     assert f"x {exact['kernels'][0][0]}" in printed
-    assert f"{names[2]}: skipped: {flash['skipped']}" in printed
 
 
 def test_every_length_has_every_way() -> None:
     cases = exact_lengths.CASES
-    assert len(cases) == len(exact_lengths.LENGTHS) * len(exact_lengths.WAYS) == 12
+    assert len(cases) == len(exact_lengths.LENGTHS) * len(exact_lengths.WAYS) == 6
     assert {case.length for case in cases.values()} == {512, 4096, 32768}
     assert all(case.tokens % case.length == 0 for case in cases.values())
-
-
-def test_flash_attentions_backward_gets_the_arguments_of_pytorchs_operation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    schema = torch.ops.aten._flash_attention_backward.default._schema
-    names = [argument.name for argument in schema.arguments]
-    passed: dict[str, Any] = {}
-
-    def backward(*arguments: Any, **named: Any) -> tuple[Any, ...]:
-        assert torch.are_deterministic_algorithms_enabled()
-        passed.update(dict(zip(names, arguments, strict=False)) | named)
-        return 1, 2, 3
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    q, packing = torch.ones(5, 4, 8), Packing([2, 3])
-    lse = torch.zeros(4, 5)
-    gradients = flash_backward(q + 1, q, q[:, :2], q[:, 2:], q + 2, lse, packing, 0.25)
-    assert gradients == (1, 2, 3)
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.equal(passed["grad_out"], q + 1)
-    assert (passed["max_q"], passed["max_k"], passed["is_causal"], passed["scale"]) == (
-        3,
-        3,
-        True,
-        0.25,
-    )
-    assert passed["cum_seq_q"].tolist() == passed["cum_seq_k"].tolist() == [0, 2, 5]
-    assert passed["logsumexp"] is lse
-    required = {argument.name for argument in schema.arguments if not argument.has_default_value()}
-    assert required <= passed.keys()
-
-
-def test_only_the_libraries_ways_replace_the_backward_pass_of_attention() -> None:
-    own = torch_gradients.attention_backward
-    for way in exact_lengths.WAYS:
-        with attention_of(way, torch.device("cpu")):
-            assert torch_gradients.attention_backward is BACKWARDS.get(way, own)
-        assert torch_gradients.attention_backward is own
 
 
 def test_a_tiny_case_keeps_its_way() -> None:

@@ -28,7 +28,7 @@ def test_every_candidate_computes_the_same_gradients(tmp_path: Path) -> None:
     assert len(cases) == 13
     for name, case in cases.items():
         rows = case["candidates"]
-        assert len(rows) == 10, name
+        assert len(rows) == (2 if name.startswith("attention") else 10), name
         assert all(row["repeats"] and row["ms"] > 0 for row in rows.values()), name
 
 

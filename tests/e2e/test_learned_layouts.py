@@ -25,7 +25,7 @@ from tests.e2e.conftest import (
     start_vllm,
     trainer_command,
 )
-from tests.tiny_models import CONFIGS, make_model, without_images
+from tests.tiny_models import CONFIGS, UPDATED, make_model, without_images
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
@@ -55,7 +55,6 @@ LOGGED = {
     "Falcon": "Updates of FalconForCausalLM go through vLLM's loader, from a copy of the whole checkp",
 }
 """Lines about models with tensors that vLLM derives, and with a loader that computes."""
-UPDATED = ("Mixtral", "Olmo3", "DeepseekV3", "Falcon", "Qwen2_5_VL")
 ROUNDING = 2e-4
 """Latent attention multiplies in another order than transformers."""
 

@@ -1,5 +1,5 @@
 """Checks of a backward pass of attention, for check_deterministic_trainer.py: FlashAttention 4's
-deterministic kernel, before the trainer takes it.
+deterministic kernel, which the trainer takes.
 
 A backward pass that gives a sequence other bits in a bin than alone cannot be the trainer's. Our
 forward pass, of each sequence alone, gives the outputs and denominators.

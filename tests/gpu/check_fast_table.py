@@ -26,7 +26,13 @@ from torch import Tensor
 
 from bench.gpu.checks import run_checks
 from example_trainer.models import Decoder
-from example_trainer.models.ops import fast_kernels, mixture, reference, triton_gradients
+from example_trainer.models.ops import (
+    fast_kernels,
+    mixture,
+    reference,
+    triton_gradients,
+    triton_heads,
+)
 from example_trainer.models.packing import NO_PARENT, Packing
 from example_trainer.models.shards import GradientSums
 from vllm_patching.batch_invariant import kernels, ops
@@ -105,9 +111,10 @@ def heads(
         draw(dtype, tokens, (count + 2 * kv) * width),
         (draw(dtype, width), draw(dtype, width)),
     )
-    positions = torch.randint(0, 50, (tokens,), device=DEVICE)
+    packing = Packing([tokens // 3, 1, tokens - tokens // 3 - 1], DEVICE)
+    positions = packing.positions
     turned = turned or width
-    angles = torch.randn(50, turned // 2, device=DEVICE)
+    angles = torch.randn(tokens, turned // 2, device=DEVICE)
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     cos, sin = table.double()[positions][:, None].chunk(2, -1)
 
@@ -134,10 +141,10 @@ def heads(
     loss = sum((out * up.double()).sum() for out, up in zip(outputs, upstream, strict=True))
     assert isinstance(loss, Tensor)
     gradients = torch.autograd.grad(loss, [wide, *(one for one in leaves if one is not None)])
-    dqkv, shares = fast_kernels.heads_gradient(
-        upstream[0], upstream[1], upstream[2], qkv, norms, 1e-6, positions, table, interleaved
+    dqkv, shares = triton_heads.heads_gradient(
+        upstream[0], upstream[1], upstream[2], qkv, norms, 1e-6, packing, table, interleaved
     )
-    mine = (dqkv, *(shares or ()))
+    mine = (dqkv, *(() if shares is None else shares.sum((1, 2))))
     return worst(
         KERNEL_LIMIT[dtype],
         [*zip(found, expected, strict=True), *zip(mine, gradients, strict=True)],

@@ -172,6 +172,13 @@ MODES = {
     "deterministic_single_copy": Mode(
         "0", "0", (*_SHARED, "--single-copy", *_DETERMINISTIC), _DETERMINISTIC, ahead=0
     ),
+    "deterministic_shared_prompts": Mode(
+        "0",
+        "0",
+        (*_SHARED, "--single-copy", "--share-prefixes", *_DETERMINISTIC),
+        _DETERMINISTIC,
+        ahead=0,
+    ),
     "deterministic_broadcast": Mode(
         "0",
         "1",

@@ -5,8 +5,11 @@ against use.
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +18,15 @@ from bench.gpu.checks import run_checks
 from bench.gpu.processes import BenchError
 from bench.measured import COMMIT_VARIABLE
 from example_trainer.async_grpo.settings import read_settings
-from tests.gpu import check_async_exact, check_exact_layouts, check_memory_plan
+from tests.gpu import (
+    check_async_exact,
+    check_exact_layouts,
+    check_learned_layouts,
+    check_memory_plan,
+)
 from tests.gpu.check_fleet_faults import rows_of, shown, summary
 from tests.gpu.check_training_modes import MODES, Run, ranks_in
+from tests.tiny_models import ON_GPUS
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -348,3 +357,38 @@ def test_checks_that_a_time_limit_ends_leave_what_was_seen(tmp_path: Path) -> No
         "first": {"passed": True, "seen": "3 runs"},
         "second": {"passed": False, "seen": "7 rows differ"},
     }
+
+
+def test_architectures_are_tried_at_once_and_each_has_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tried(name: str, device: str) -> tuple[bool, Any]:
+        if name == "hangs":
+            time.sleep(60)
+        if name == "dies":
+            os._exit(3)
+        if name == "raises":
+            raise ValueError("a shape")
+        return True, {"how": device}
+
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setattr(check_learned_layouts, "update_one", tried)
+    names = ["hangs", "good", "dies", "raises"]
+    check_learned_layouts.fork_all(names, tmp_path, "cpu", at_once=2, seconds=2)
+    ended: Any = SimpleNamespace(poll=lambda: 0)
+    outcomes = check_learned_layouts.Outcomes([*names, "never began"], tmp_path, ended)
+    seen = {name: check() for name, check in outcomes.items()}
+    assert seen["good"] == (True, {"how": "cpu"})
+    assert seen["raises"] == (False, "ValueError: a shape")
+    for name, reason in (
+        ("hangs", "no outcome in 2 s"),
+        ("dies", "its process ended"),
+        ("never began", "the process that forks has ended with 0"),
+    ):
+        assert not seen[name][0]
+        assert seen[name][1].startswith(reason)
+
+
+def test_architectures_that_the_cpu_build_updates_are_left_to_it() -> None:
+    assert {*ON_GPUS} <= {*check_learned_layouts.BY_DEFAULT}
+    assert not {"Mixtral", "Mamba2", "Qwen3"} & {*check_learned_layouts.BY_DEFAULT}

@@ -27,6 +27,7 @@ from example_trainer.models.ops import (
     mixture,
     reference,
     triton_gradients,
+    triton_heads,
 )
 from example_trainer.models.ops.mixture import route
 from example_trainer.models.ops.reference import gelu_and_mul, rotary_table
@@ -187,17 +188,17 @@ class _Heads(torch.autograd.Function):
         kv_heads: int,
         head_dim: int,
         eps: float,
-        positions: Tensor,
+        packing: Packing,
         rotary: Tensor,
         totals: tuple[Total | None, Total | None],
         interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         norms = None if q_weight is None or k_weight is None else (q_weight, k_weight)
         q, k = fast_kernels.heads(
-            qkv, kv_heads, head_dim, norms, eps, positions, rotary, interleaved
+            qkv, kv_heads, head_dim, norms, eps, packing.positions, rotary, interleaved
         )
-        ctx.save_for_backward(qkv, q_weight, k_weight, positions, rotary)
-        ctx.eps, ctx.totals, ctx.interleaved = eps, totals, interleaved
+        ctx.save_for_backward(qkv, q_weight, k_weight, rotary)
+        ctx.eps, ctx.packing, ctx.totals, ctx.interleaved = eps, packing, totals, interleaved
         # The values stay where they are: attention reads them with the stride of qkv, which is kept
         # anyway.
         return q, k, qkv[:, -kv_heads * head_dim :].unflatten(1, (kv_heads, head_dim))
@@ -205,21 +206,13 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, q_weight, k_weight, positions, rotary = ctx.saved_tensors
+        qkv, q_weight, k_weight, rotary = ctx.saved_tensors
         norms = None if q_weight is None else (q_weight, k_weight)
-        dqkv, shares = fast_kernels.heads_gradient(
-            dq.contiguous(),
-            dk.contiguous(),
-            dv.contiguous(),
-            qkv,
-            norms,
-            ctx.eps,
-            positions,
-            rotary,
-            ctx.interleaved,
+        dqkv, shares = triton_heads.heads_gradient(
+            dq, dk, dv, qkv, norms, ctx.eps, ctx.packing, rotary, ctx.interleaved
         )
         gradients: list[Tensor | None] = [None, None]
-        for number, share in enumerate(shares or ()):
+        for number, share in enumerate(() if shares is None else shares.sum((1, 2))):
             total = ctx.totals[number]
             if not ctx.needs_input_grad[1 + number]:
                 continue
@@ -252,7 +245,7 @@ def heads(
         kv_heads,
         head_dim,
         eps,
-        packing.positions,
+        packing,
         rotary,
         totals,
         interleaved,

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from example_trainer.models.ops.triton_gradients import on_its_device
+from example_trainer.models.ops.launch import on_its_device
+from example_trainer.models.ops.triton_heads import columns_of_pairs, load_pairs, turns_of_pairs
 
 _PROGRAMS_EACH = 8
 """Programs for each multiprocessor in kernels that sum over all tokens: enough to hide latency, few
@@ -67,39 +68,6 @@ def _norm_gradient(
 
 
 @triton.jit
-def _columns(pair, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two columns of a head's pair. The first PAIRS pairs are rotated; the others only share
-    the work of loading what stays as it is.
-    """
-    if INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
-    else:
-        first, second = pair, pair + PAIRS
-    rotated = pair < PAIRS
-    return tl.where(rotated, first, pair + PAIRS), tl.where(rotated, second, pair + HALF)
-
-
-@triton.jit
-def _load_pairs(x, at, column, partner, live):
-    """The two values of each pair, in float32."""
-    first = tl.load(x + at + column[None, :], mask=live, other=0.0).to(tl.float32)
-    second = tl.load(x + at + partner[None, :], mask=live, other=0.0).to(tl.float32)
-    return first, second
-
-
-@triton.jit
-def _turns(positions, table, row, tokens, pair, live, PAIRS: tl.constexpr):
-    """Cosine and sine by which each pair is rotated; 1 and 0 for a pair that stays."""
-    place = (
-        tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * PAIRS) + pair[None, :]
-    )
-    turns = live & (pair < PAIRS)[None, :]
-    cos = tl.load(table + place, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(table + place + PAIRS, mask=turns, other=0.0).to(tl.float32)
-    return cos, sin
-
-
-@triton.jit
 def _heads(
     qkv, q, k, q_weight, k_weight, positions, table, tokens, heads, kv_heads, stride, eps,
     NORMED: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -111,11 +79,11 @@ def _heads(
     head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, PADDED)
-    column, partner = _columns(pair, HALF, PAIRS, INTERLEAVED)
+    column, partner = columns_of_pairs(pair, HALF, PAIRS, INTERLEAVED)
     in_head = pair < HALF
     live = (row < tokens)[:, None] & in_head[None, :]
     at = row[:, None] * stride + head * (2 * HALF)
-    first, second = _load_pairs(qkv, at, column, partner, live)
+    first, second = load_pairs(qkv, at, column, partner, live)
     is_query = head < heads
     if NORMED:
         weight = q_weight if is_query else k_weight
@@ -130,7 +98,7 @@ def _heads(
             scale[:, None]
             * tl.load(weight + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
         )
-    cos, sin = _turns(positions, table, row, tokens, pair, live, PAIRS)
+    cos, sin = turns_of_pairs(positions, table, row, row < tokens, pair, live, PAIRS)
     out = q if is_query else k
     count = heads if is_query else kv_heads
     local = head if is_query else head - heads
@@ -139,68 +107,6 @@ def _heads(
     turned_second = (second * cos + first * sin).to(out.dtype.element_ty)
     tl.store(out + to + column[None, :], turned, mask=live)
     tl.store(out + to + partner[None, :], turned_second, mask=live)
-
-
-@triton.jit
-def _heads_gradient(
-    dq, dk, dv, qkv, dqkv, q_weight, k_weight, positions, table, partial, tokens, heads, kv_heads, stride, eps,
-    NORMED: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Gradient of one head of a block of tokens in qkv: rotated back, through the norm; a value's
-    gradient is copied.
-
-    partial[block, head] is the block's share of the gradient of the norm's weight.
-    """
-    head = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    pair = tl.arange(0, PADDED)
-    column, partner = _columns(pair, HALF, PAIRS, INTERLEAVED)
-    in_head = pair < HALF
-    live = (row < tokens)[:, None] & in_head[None, :]
-    row_to = row[:, None] * ((heads + 2 * kv_heads) * 2 * HALF) + head * (2 * HALF)
-    to, partner_to = row_to + column[None, :], row_to + partner[None, :]
-    if head >= heads + kv_heads:
-        at = row[:, None] * (kv_heads * 2 * HALF) + (head - heads - kv_heads) * (2 * HALF)
-        value = tl.load(dv + at + column[None, :], mask=live, other=0.0)
-        value_second = tl.load(dv + at + partner[None, :], mask=live, other=0.0)
-        tl.store(dqkv + to, value, mask=live)
-        tl.store(dqkv + partner_to, value_second, mask=live)
-    else:
-        is_query = head < heads
-        upstream = dq if is_query else dk
-        count = heads if is_query else kv_heads
-        local = head if is_query else head - heads
-        at = row[:, None] * (count * 2 * HALF) + local * (2 * HALF)
-        rotated, rotated_second = _load_pairs(upstream, at, column, partner, live)
-        cos, sin = _turns(positions, table, row, tokens, pair, live, PAIRS)
-        # A rotation's transpose is the rotation back.
-        first = rotated * cos + rotated_second * sin
-        second = rotated_second * cos - rotated * sin
-        if NORMED:
-            source = row[:, None] * stride + head * (2 * HALF)
-            normed, normed_second = _load_pairs(qkv, source, column, partner, live)
-            squares = tl.sum(normed * normed, axis=1) + tl.sum(
-                normed_second * normed_second, axis=1
-            )
-            scale = (1.0 / tl.sqrt(squares / (2 * HALF) + eps))[:, None]
-            normed *= scale
-            normed_second *= scale
-            own = (tl.program_id(0).to(tl.int64) * (heads + kv_heads) + head) * (2 * HALF)
-            tl.store(partial + own + column, tl.sum(first * normed, axis=0), mask=in_head)
-            share = tl.sum(second * normed_second, axis=0)
-            tl.store(partial + own + partner, share, mask=in_head)
-            weight = q_weight if is_query else k_weight
-            first *= tl.load(weight + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
-            second *= tl.load(weight + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
-            mean = (
-                (tl.sum(first * normed, axis=1) + tl.sum(second * normed_second, axis=1))
-                / (2 * HALF)
-            )[:, None]
-            first = scale * (first - normed * mean)
-            second = scale * (second - normed_second * mean)
-        tl.store(dqkv + to, first.to(dqkv.dtype.element_ty), mask=live)
-        tl.store(dqkv + partner_to, second.to(dqkv.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -323,40 +229,6 @@ def heads(
         num_warps=4,
     )  # fmt: skip
     return q, k
-
-
-@on_its_device
-def heads_gradient(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    positions: Tensor,
-    table: Tensor,
-    interleaved: bool = False,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Gradient of qkv from the gradients of rotated queries and keys and of values, all contiguous;
-    and the gradients of the two norms.
-    """
-    tokens, count, head_dim = dq.shape
-    kv_heads = dk.shape[1]
-    dqkv = torch.empty_like(qkv)
-    blocks = triton.cdiv(tokens, _HEAD_ROWS)
-    size = (blocks, count + kv_heads, head_dim) if norms else (1,)
-    partial = torch.empty(size, dtype=torch.float32, device=qkv.device)
-    q_weight, k_weight = norms or (table, table)
-    _heads_gradient[(blocks, count + 2 * kv_heads)](
-        dq, dk, dv, qkv, dqkv, q_weight, k_weight, positions, table, partial, tokens, count, kv_heads, qkv.stride(0), eps,
-        NORMED=norms is not None, HALF=head_dim // 2, PAIRS=table.shape[1] // 2, INTERLEAVED=interleaved,
-        PADDED=triton.next_power_of_2(head_dim // 2), ROWS=_HEAD_ROWS,
-        num_warps=4,
-    )  # fmt: skip
-    if norms is None:
-        return dqkv, None
-    shares = partial.sum(0)
-    return dqkv, (shares[:count].sum(0), shares[count:].sum(0))
 
 
 @on_its_device

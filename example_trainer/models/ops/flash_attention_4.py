@@ -13,8 +13,9 @@ The sources in vLLM 0.26 and 0.33, whose kernel is the same, fix the order of su
   Rows of the next sequence in a sequence's last block get probability zero.
 
 So the order depends on the sequence alone. The longest length and more than 256 sequences choose
-other compilations of the same arithmetic: that those agree in bits, a GPU has to show. `lse` is the
-natural logarithm, [heads, tokens], as our forward pass keeps it.
+other compilations of the same arithmetic. That those agree in bits, and that a sequence has the
+same bits alone and in a bin, tests/gpu/attention_checks.py shows. `lse` is the natural logarithm,
+[heads, tokens], as our forward pass keeps it.
 
 The waiting programs rely on the GPU to start programs in the order of their numbers.
 """
@@ -22,6 +23,8 @@ The waiting programs rely on the GPU to start programs in the order of their num
 from __future__ import annotations
 
 import functools
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +34,7 @@ from torch import Tensor
 from example_trainer.errors import ModelError
 from example_trainer.models.packing import Packing
 
+logger = logging.getLogger(__name__)
 _HOPPER = 9
 _WIDEST_HEAD = 128
 
@@ -59,8 +63,29 @@ def _library() -> Callable[..., Any] | str:
         from vllm.vllm_flash_attn.cute.interface import _flash_attn_bwd
     except ImportError as error:
         return f"FlashAttention 4 cannot be imported from vLLM ({error})"
+    # Its compiler warns of an argument that is never given, which no user could mend.
+    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
     backward: Callable[..., Any] = _flash_attn_bwd
     return backward
+
+
+def usable(q: Tensor) -> bool:
+    """Report if queries can have this backward pass. On a Hopper GPU the log names the
+    reason once if not.
+    """
+    reason = refusal(q)
+    if reason and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == _HOPPER:
+        _say_once(reason)
+    return not reason
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.warning(
+        "Attention's backward pass runs on our Triton kernel, which takes about twice as long as FlashAttention 4 "
+        "for long sequences: %s; install requirements-gpu.txt",
+        reason,
+    )
 
 
 def attention_backward(

@@ -10,6 +10,7 @@ other bits.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -194,16 +195,11 @@ class _RMSNorm(torch.autograd.Function):
         else:
             gradients = gradients_for(x)
             rows, flat = dy.reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1])
-            dx, inverse = gradients.norm_gradient(
-                rows, flat, weight, ctx.eps, None if extra is None else extra.reshape(rows.shape)
-            )
+            extra = None if extra is None else extra.reshape(rows.shape)
+            dx, shares = gradients.norm_gradient(rows, flat, weight, ctx.eps, extra, ctx.packing)
             dx = dx.view(x.shape)
             if ctx.needs_input_grad[2]:
-                dw = deliver(
-                    weight,
-                    ctx.total,
-                    lambda total: gradients.add_row_sums(rows, total, ctx.packing, flat, inverse),
-                )
+                dw = deliver(weight, ctx.total, lambda total: gradients.add_shares(shares, total))
         return dx, dx if ctx.fused else None, dw, None, None, None
 
 
@@ -341,6 +337,50 @@ def rotary_embedding(
     return rotated, rotated_k
 
 
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        packing: Packing,
+        rotary: Tensor,
+        totals: tuple[Total | None, Total | None],
+        interleaved: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(qkv, q_weight, k_weight, rotary)
+        ctx.eps, ctx.packing, ctx.totals, ctx.interleaved = eps, packing, totals, interleaved
+        q, k, v = qkv.view(len(qkv), -1, head_dim).tensor_split((-2 * kv_heads, -kv_heads), dim=1)
+        made_here = False
+        if q_weight is not None and k_weight is not None:
+            q, k = ops.rms_norm(q, q_weight, eps), ops.rms_norm(k, k_weight, eps)
+            made_here = True
+        q, k = ops.rotary_embedding(
+            packing.positions, q, k, head_dim, rotary, interleaved, in_place=made_here
+        )
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, *weights, rotary = ctx.saved_tensors
+        norms = None if weights[0] is None else weights
+        gradients = gradients_for(qkv)
+        dqkv, shares = gradients.heads_gradient(
+            dq, dk, dv, qkv, norms, ctx.eps, ctx.packing, rotary, ctx.interleaved
+        )
+        of_weights: list[Tensor | None] = [None, None]
+        for number, share in enumerate(() if shares is None else shares):
+            if ctx.needs_input_grad[1 + number]:
+                add = functools.partial(gradients.add_shares, share)
+                of_weights[number] = deliver(weights[number], ctx.totals[number], add)
+        return dqkv, *of_weights, None, None, None, None, None, None, None
+
+
 def heads(
     qkv: Tensor,
     kv_heads: int,
@@ -353,13 +393,10 @@ def heads(
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See Operations.heads."""
-    kv_size = kv_heads * head_dim
-    parts = qkv.split([qkv.shape[1] - 2 * kv_size, kv_size, kv_size], dim=-1)
-    q, k, v = (part.view(len(qkv), -1, head_dim) for part in parts)
-    if norms is not None:
-        q = rms_norm(q, norms[0], eps, packing, totals[0])
-        k = rms_norm(k, norms[1], eps, packing, totals[1])
-    q, k = rotary_embedding(packing.positions, q, k, head_dim, rotary, interleaved)
+    q_weight, k_weight = norms or (None, None)
+    q, k, v = _Heads.apply(
+        qkv, q_weight, k_weight, kv_heads, head_dim, eps, packing, rotary, totals, interleaved
+    )
     return q, k, v
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from example_trainer.models.packing import Packing
 from example_trainer.models.shards import wide
+from vllm_patching.batch_invariant import reference
 
 _BLOCK = 128
 """Queries whose attention weights exist at the same time."""
@@ -30,39 +31,85 @@ def add_weight_gradient(dy: Tensor, x: Tensor, total: Tensor, packing: Packing) 
         total += _copy(dy[start:end].t()) @ _copy(x[start:end])
 
 
-def add_row_sums(
-    dy: Tensor,
-    total: Tensor,
-    packing: Packing,
-    x: Tensor | None = None,
-    inverse: Tensor | None = None,
-) -> None:
-    """total [width] += Σ over rows of dy, or of dy · x · inverse[row], in place.
+def add_row_sums(dy: Tensor, total: Tensor, packing: Packing) -> None:
+    """total [width] += Σ over the rows of dy [tokens, width], in place."""
+    add_shares(_shares(dy, packing), total)
 
-    Args:
-        dy, x: [tokens · r, width] with r rows for each token.
-        inverse: [tokens · r].
-    """
-    rows = dy.shape[0] // packing.tokens
-    for start, end in packing.spans():
-        part = slice(start * rows, end * rows)
-        term = _copy(dy[part])
-        if x is not None and inverse is not None:
-            term *= wide(x[part]) * inverse[part, None]
-        total += term.sum(0)
+
+def _shares(terms: Tensor, packing: Packing) -> Tensor:
+    """The sum over each span's rows of `terms`: [spans, 1, width]."""
+    rows = terms.shape[0] // packing.tokens
+    sums = [_copy(terms[rows * start : rows * end]).sum(0) for start, end in packing.spans()]
+    return torch.stack(sums)[:, None]
+
+
+def add_shares(shares: Tensor, total: Tensor) -> None:
+    """total [width] += the shares [spans, 1, width], one after the other, in place."""
+    for share in shares[:, 0]:
+        total += share
 
 
 def norm_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None, packing: Packing
 ) -> tuple[Tensor, Tensor]:
-    """dx [rows, width] of RMSNorm (plus `extra`), and 1 / rms of each row."""
+    """The backward pass of RMSNorm.
+
+    Args:
+        dy, x: [tokens · r, width] with r rows for each token.
+        extra: a gradient that reaches x by another way, of its shape.
+
+    Returns:
+        dx [tokens · r, width], plus `extra`. The shares of the weight's gradient, for `add_shares`.
+    """
     value, slope = wide(x.contiguous()), wide(dy) * wide(weight)
-    inverse = (value.square().mean(-1) + eps).rsqrt()
-    mean = (slope * value).mean(-1)
-    result = inverse[:, None] * (slope - value * (inverse * inverse * mean)[:, None])
+    inverse = (value.square().mean(-1) + eps).rsqrt()[:, None]
+    normed = value * inverse
+    result = inverse * (slope - normed * (slope * normed).mean(-1)[:, None])
     if extra is not None:
         result = result + wide(extra)
-    return result.to(x.dtype), inverse
+    return result.to(x.dtype), _shares(wide(dy) * normed, packing)
+
+
+def heads_gradient(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    packing: Packing,
+    table: Tensor,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients from rotated queries and keys, and from values, to the product that they come from.
+
+    Args:
+        dq: [tokens, heads, head_dim]; dk, dv: [tokens, kv_heads, head_dim].
+        qkv: [tokens, (heads + 2 · kv_heads) · head_dim].
+        norms: weights [head_dim] of the norms of queries and keys.
+        table: [positions, rotary_dim], cosines then sines.
+        interleaved: neighbours are rotated, instead of the halves.
+
+    Returns:
+        The gradient of qkv. With norms, the shares of both weights' gradients, for `add_shares`.
+    """
+    head_dim = dq.shape[2]
+    cos, sin = wide(table).chunk(2, dim=-1)
+    # A rotation's transpose is the rotation back.
+    turned = reference.rotary_embedding(
+        packing.positions, wide(dq), wide(dk), head_dim, torch.cat((cos, -sin), -1), interleaved
+    )
+    parts = qkv.view(len(qkv), -1, head_dim).split([dq.shape[1], dk.shape[1], dv.shape[1]], 1)
+    slopes, shares = list(turned), list[Tensor]()
+    for number, weight in enumerate(norms or ()):
+        rows, values = slopes[number], wide(parts[number])
+        dx, share = norm_gradient(
+            rows.reshape(-1, head_dim), values.reshape(-1, head_dim), weight, eps, None, packing
+        )
+        slopes[number] = dx.view(rows.shape)
+        shares.append(share)
+    joined = torch.cat((*slopes, wide(dv)), dim=1).to(qkv.dtype).flatten(1)
+    return joined, torch.stack(shares) if shares else None
 
 
 def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:

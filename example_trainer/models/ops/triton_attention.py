@@ -147,7 +147,7 @@ def _key_value_gradient(
 @dataclass(frozen=True)
 class AttentionBlocks:
     """The blocks of one kernel. Its sums run over steps of 16 queries or keys from the beginning of
-    the sequence with any sizes, so bits stay (bench/gpu/gradient_kernels.py compares them).
+    the sequence with any sizes, so bits stay.
 
     Attributes:
         queries, keys: of a block.
@@ -159,10 +159,6 @@ class AttentionBlocks:
     warps: int = 4
     stages: int = 1
 
-    def __str__(self) -> str:
-        sizes = f"{self.queries} queries x {self.keys} keys"
-        return f"{sizes}, {self.warps} warps, {self.stages} stages"
-
     def options(self) -> dict[str, int]:
         """Return them as the kernels' arguments."""
         sizes = {"QUERIES": self.queries, "KEYS": self.keys}
@@ -172,8 +168,8 @@ class AttentionBlocks:
 def attention_blocks(dtype: torch.dtype, padded: int) -> tuple[AttentionBlocks, AttentionBlocks]:
     """Choose the blocks of dq, and the blocks of dk and dv, for a width.
 
-    Measured on an H200 at widths of 64 and 128, with 64 queries and keys. More warps, or more
-    stages in flight, take twice as long. In float32 a block of 64 would not fit into shared memory.
+    Measured on an H200 at widths of 64 and 128, with 64 queries and keys. Larger blocks, more warps
+    or more stages in flight gain nothing. In float32 a block of 64 would not fit into shared memory.
     """
     size = TILE // 2 if dtype == torch.float32 else TILE
     square = AttentionBlocks(size, size, warps=8 if padded > 128 else 4)
@@ -189,7 +185,6 @@ def attention_backward(
     lse: Tensor,
     packing: Packing,
     scale: float,
-    blocks: tuple[AttentionBlocks, AttentionBlocks] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of causal attention over packed sequences.
 
@@ -200,7 +195,6 @@ def attention_backward(
         lse: [heads, tokens] float32, natural logarithm of each query's softmax denominator.
         packing: the spans; nested.
         scale: factor of the scores.
-        blocks: of dq, and of dk and dv; not given: `attention_blocks`.
 
     Returns:
         dq, dk, dv, contiguous, in the inputs' dtypes.
@@ -212,7 +206,7 @@ def attention_backward(
     padded = max(16, triton.next_power_of_2(width))
     delta = _dots(out, upstream, padded)
     dq, dk, dv = (torch.empty(part.shape, dtype=q.dtype, device=q.device) for part in (q, k, v))
-    by_queries, by_keys = blocks or attention_blocks(q.dtype, padded)
+    by_queries, by_keys = attention_blocks(q.dtype, padded)
     sizes = (scale, tokens, heads, kv_heads, heads // kv_heads, q.stride(0))
     tiles = packing.tiles(by_queries.queries)
     rows = packing.key_rows

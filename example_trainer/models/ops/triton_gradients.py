@@ -10,10 +10,7 @@ that one call over both would have given.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
 import torch
 import triton
@@ -21,27 +18,24 @@ import triton.language as tl
 from torch import Tensor
 
 from example_trainer.models.ops import flash_attention_4, triton_attention
+from example_trainer.models.ops.launch import on_its_device
+from example_trainer.models.ops.triton_heads import heads_gradient
 from example_trainer.models.packing import TILE, Packing
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
-
-def on_its_device(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Triton launches on the current GPU, whichever the tensors are on."""
-
-    @functools.wraps(function)
-    def launched(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
-        with torch.cuda.device_of(arguments[0]):
-            return function(*arguments, **options)
-
-    return launched
-
-
-FLASH_ATTENTION_4 = False
-"""Switch of attention's backward pass to FlashAttention 4, where that can run. Off until a GPU has
-shown that a sequence has the same bits alone and in a bin (tests/gpu/attention_checks.py), and that
-it is faster (bench/gpu/exact_lengths.py)."""
+__all__ = [
+    "add_embedding_gradient",
+    "add_expert_gradient",
+    "add_row_sums",
+    "add_shares",
+    "add_weight_gradient",
+    "attention_backward",
+    "entropy",
+    "expert_gradient",
+    "heads_gradient",
+    "logit_gradient",
+    "norm_gradient",
+    "silu_and_mul_gradient",
+]
 
 
 @on_its_device
@@ -55,9 +49,11 @@ def attention_backward(
     packing: Packing,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See triton_attention.attention_backward."""
+    """See triton_attention.attention_backward. By FlashAttention 4, if it can run and no span
+    continues another: for long sequences it takes half of the time.
+    """
     tensors = upstream, q, k, v, out, lse
-    if FLASH_ATTENTION_4 and not flash_attention_4.refusal(q):
+    if not packing.shared and flash_attention_4.usable(q):
         return flash_attention_4.attention_backward(*tensors, packing, scale)
     return triton_attention.attention_backward(*tensors, packing, scale)
 
@@ -97,26 +93,19 @@ class WeightBlocks:
 
 FLOAT32_BLOCKS = WeightBlocks(64, 64, warps=4, stages=2)
 HALF_BLOCKS = WeightBlocks()
-HOPPER_BLOCKS = WeightBlocks(stages=4, ahead=True)
-WIDE_BLOCKS = WeightBlocks(inputs=256, stages=4, ahead=True)
-"""For Hopper and the GPUs after it in data centres, which have 192 KiB of shared memory for them."""
+WIDE_BLOCKS = WeightBlocks(inputs=256, ahead=True)
+"""For Hopper and the GPUs after it in data centres, which have 160 KiB of shared memory for them."""
 _FEWEST_WIDE = 96
 """Programs that keep three quarters of such a GPU's 132 processors busy."""
-LARGE_BLOCKS = False
-"""Switch of weights' gradients to the blocks for Hopper. Off until a GPU has shown that bits stay
-and that they are faster (bench/gpu/gradient_kernels.py)."""
 
 
 def weight_blocks(dtype: torch.dtype, major: int, outputs: int, inputs: int) -> WeightBlocks:
     """Choose for a matrix, by the first number of the GPU's compute capability."""
     if dtype == torch.float32:
         return FLOAT32_BLOCKS
-    if not LARGE_BLOCKS or major not in (9, 10):
-        return HALF_BLOCKS
     wide = WIDE_BLOCKS
-    if wide.divide(outputs, inputs) and wide.count(outputs, inputs) >= _FEWEST_WIDE:
-        return wide
-    return HOPPER_BLOCKS
+    enough = wide.divide(outputs, inputs) and wide.count(outputs, inputs) >= _FEWEST_WIDE
+    return wide if major in (9, 10) and enough else HALF_BLOCKS
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -131,7 +120,7 @@ def _weight_gradient(
     otherwise.
 
     AHEAD: the place of a tile is read one tile ahead. The compiler gives that read a stage of its own
-    otherwise, and each turn waits for all reads. No GPU has run it yet.
+    otherwise, and each turn waits for all reads.
     """
     program = tl.program_id(0)
     # Neighbouring programs share columns of dy, so that these are read from the cache.
@@ -182,67 +171,71 @@ def _weight_gradient(
 
 
 @triton.jit
-def _tile_sums(
-    dy, x, inverse, partial, tile_starts, tile_lengths, per_token, width,
-    SCALED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """partial[tile] = Σ over the tile's rows of dy, or of dy · x · inverse[row]; a token has
-    `per_token` rows.
-    """
+def _tile_sums(dy, shares, tile_starts, tile_lengths, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """shares[tile] = Σ over the tile's rows of dy."""
     tile = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     column_live = column < width
-    first = tl.load(tile_starts + tile).to(tl.int64) * per_token
-    count = tl.load(tile_lengths + tile) * per_token
     rows = tl.arange(0, ROWS)
-    total = tl.zeros((WIDTH,), dtype=tl.float32)
-    for offset in range(0, count, ROWS):
-        live = rows + offset < count
-        row = first + offset + rows
-        mask = live[:, None] & column_live[None, :]
-        at = row[:, None] * width + column[None, :]
-        term = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-        if SCALED:
-            value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-            term = term * (value * tl.load(inverse + row, mask=live, other=0.0)[:, None])
-        total += tl.sum(term, axis=0)
-    tl.store(partial + tile.to(tl.int64) * width + column, total, mask=column_live)
+    live = (rows < tl.load(tile_lengths + tile))[:, None] & column_live[None, :]
+    row = tl.load(tile_starts + tile).to(tl.int64) + rows
+    term = tl.load(dy + row[:, None] * width + column[None, :], mask=live, other=0.0)
+    total = tl.sum(term.to(tl.float32), axis=0)
+    tl.store(shares + tile.to(tl.int64) * width + column, total, mask=column_live)
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _add_tiles(partial, out, tiles, width, WIDTH: tl.constexpr):
-    """out += partial[0] + partial[1] + …, one after the other."""
+def _add_shares(shares, out, tiles, width, PARTS: tl.constexpr, WIDTH: tl.constexpr, TURN: tl.constexpr):  # fmt: skip
+    """out += shares[0] + shares[1] + …, one tile after the other; a tile's parts are summed first.
+
+    TURN: tiles of a turn of the loop, so that as many reads are on their way.
+    """
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     live = column < width
+    part = tl.arange(0, PARTS)
     total = tl.load(out + column, mask=live, other=0.0)
-    for tile in range(0, tiles):
-        total += tl.load(partial + tile * width + column, mask=live, other=0.0)
+    for first in range(0, tiles, TURN):
+        for step in tl.static_range(TURN):
+            row = (first + step) * PARTS + part
+            mask = (row < tiles * PARTS)[:, None] & live[None, :]
+            at = row.to(tl.int64)[:, None] * width + column[None, :]
+            total += tl.sum(tl.load(shares + at, mask=mask, other=0.0), axis=0)
     tl.store(out + column, total, mask=live)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _norm_gradient(
-    dy, x, weight, extra, dx, inverse, rows, width, eps, HAS_EXTRA: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    dy, x, weight, extra, dx, shares, tile_starts, tile_lengths, per_token, each, width, eps,
+    HAS_EXTRA: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dx of RMSNorm, plus a gradient that reaches x by another way; keeps 1 / sqrt(mean(x²) + eps)
-    of each row.
+    """dx of RMSNorm, plus a gradient that reaches x by another way, for `each` rows of a tile.
+
+    A token has `per_token` rows. shares[tile, part] is these rows' share of the weight's gradient.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    start = tl.load(tile_starts + tile).to(tl.int64) * per_token
+    count = tl.load(tile_lengths + tile) * per_token
     column = tl.arange(0, WIDTH)
-    row_live = row < rows
     column_live = column < width
-    mask = row_live[:, None] & column_live[None, :]
-    at = row[:, None] * width + column[None, :]
-    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    slope = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-    slope = slope * tl.load(weight + column, mask=column_live, other=0.0).to(tl.float32)[None, :]
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / width + eps)
-    mean = tl.sum(slope * value, axis=1) / width
-    result = scale[:, None] * (slope - value * (scale * scale * mean)[:, None])
-    if HAS_EXTRA:
-        result += tl.load(extra + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dx + at, result.to(dx.dtype.element_ty), mask=mask)
-    tl.store(inverse + row, scale, mask=row_live)
+    factor = tl.load(weight + column, mask=column_live, other=0.0).to(tl.float32)
+    share = tl.zeros((WIDTH,), dtype=tl.float32)
+    for offset in range(part * each, tl.minimum((part + 1) * each, count), ROWS):
+        row = offset + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & column_live[None, :]
+        at = (start + row)[:, None] * width + column[None, :]
+        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        upstream = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        scale = (1.0 / tl.sqrt(tl.sum(value * value, axis=1) / width + eps))[:, None]
+        normed = value * scale
+        share += tl.sum(upstream * normed, axis=0)
+        slope = upstream * factor[None, :]
+        result = scale * (slope - normed * (tl.sum(slope * normed, axis=1) / width)[:, None])
+        if HAS_EXTRA:
+            result += tl.load(extra + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=mask)
+    own = (tile * tl.num_programs(1) + part).to(tl.int64) * width
+    tl.store(shares + own + column, share, mask=column_live)
 
 
 @triton.jit
@@ -408,47 +401,49 @@ def add_weight_gradient(
 
 
 @on_its_device
-def add_row_sums(
-    dy: Tensor,
-    total: Tensor,
-    packing: Packing,
-    x: Tensor | None = None,
-    inverse: Tensor | None = None,
-) -> None:
-    """total [width] float32 += Σ over rows of dy, or of dy · x · inverse[row], in place.
-
-    Args:
-        dy, x: [tokens · r, width] with r rows for each token.
-        inverse: [tokens · r] float32.
-    """
+def add_row_sums(dy: Tensor, total: Tensor, packing: Packing) -> None:
+    """total [width] float32 += Σ over the rows of dy [tokens, width], in place."""
     dy = dy.contiguous()
     width = dy.shape[1]
     starts, lengths = packing.tiles()[:2]
-    partial = torch.empty((len(starts), width), dtype=torch.float32, device=dy.device)
-    scaled = x is not None and inverse is not None
+    shares = torch.empty((len(starts), 1, width), dtype=torch.float32, device=dy.device)
     _tile_sums[(len(starts), triton.cdiv(width, 128))](
-        dy, x.contiguous() if x is not None else dy, inverse if inverse is not None else dy, partial, starts, lengths,
-        dy.shape[0] // packing.tokens, width, SCALED=scaled, ROWS=32, WIDTH=128, num_warps=4,
-    )  # fmt: skip
-    _add_tiles[(triton.cdiv(width, 32),)](partial, total, len(starts), width, WIDTH=32, num_warps=1)
+        dy, shares, starts, lengths, width, ROWS=TILE, WIDTH=128, num_warps=4
+    )
+    add_shares(shares, total)
+
+
+@on_its_device
+def add_shares(shares: Tensor, total: Tensor) -> None:
+    """See torch_gradients.add_shares; shares [tiles, parts, width] float32."""
+    tiles, parts, width = shares.shape
+    _add_shares[(triton.cdiv(width, 32),)](
+        shares, total, tiles, width, PARTS=parts, WIDTH=32, TURN=8, num_warps=1
+    )
+
+
+_NORM_PARTS = 4
+"""Programs for each tile in the backward pass of a norm."""
 
 
 @on_its_device
 def norm_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None, packing: Packing
 ) -> tuple[Tensor, Tensor]:
-    """dx [rows, width] of RMSNorm (plus `extra`), and 1 / rms of each row, float32."""
+    """See torch_gradients.norm_gradient; the shares are [tiles, parts, width] float32."""
     dy, x = dy.contiguous(), x.contiguous()
     rows, width = x.shape
+    per_token = rows // packing.tokens
+    starts, lengths = packing.tiles()[:2]
     padded = triton.next_power_of_2(width)
-    block = max(1, 1024 // padded)
     dx = torch.empty_like(x)
-    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _norm_gradient[(triton.cdiv(rows, block),)](
-        dy, x, weight.contiguous(), extra.contiguous() if extra is not None else dy, dx, inverse, rows, width, eps,
-        HAS_EXTRA=extra is not None, ROWS=block, WIDTH=padded, num_warps=8 if padded >= 4096 else 4,
+    shares = torch.empty((len(starts), _NORM_PARTS, width), dtype=torch.float32, device=x.device)
+    _norm_gradient[(len(starts), _NORM_PARTS)](
+        dy, x, weight.contiguous(), extra.contiguous() if extra is not None else dy, dx, shares, starts, lengths,
+        per_token, TILE // _NORM_PARTS * per_token, width, eps, HAS_EXTRA=extra is not None,
+        ROWS=min(16, max(1, 1024 // padded)), WIDTH=padded, num_warps=8 if padded >= 2048 else 4,
     )  # fmt: skip
-    return dx, inverse
+    return dx, shares
 
 
 @on_its_device

@@ -5,7 +5,6 @@ bit, and gradients that repeat.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ from example_trainer.batch.packing import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.deterministic.parity import ParityCheck, ParityError
-from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder, Geometry
 from example_trainer.models.packing import Packing
-from example_trainer.training import model as training_model
 from example_trainer.training.step import response_logprobs
 from tests.example_trainer.deterministic.layouts import MODELS
 from tests.example_trainer.deterministic.training import (
@@ -116,28 +113,3 @@ def test_one_wrong_bit_behind_a_shared_prompt_is_found(tmp_path: Path) -> None:
     place = f"first group 0, sequence {number}, position {position}"
     with pytest.raises(ParityError, match=f"1 of {len(logprobs)} tokens .*{place}"):
         ParityCheck(kernels, kernels).compare(packed, logprobs)
-
-
-@pytest.mark.parametrize(
-    ("device", "options", "refused"),
-    [
-        ("cuda", {"share_prefixes": True}, True),
-        ("cuda", {}, False),
-        ("cpu", {"share_prefixes": True}, False),
-        ("cuda", {"share_prefixes": True, "deterministic": False}, False),
-    ],
-)
-def test_a_gpu_is_refused_until_it_was_checked(
-    device: str,
-    options: dict[str, Any],
-    refused: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(training_model, "choose_device", lambda name, threads: torch.device(name))
-    asked = config(tmp_path, device=device, **options)
-    if not refused:
-        assert training_model.device_for(asked) == torch.device(device)
-        return
-    with pytest.raises(ConfigError, match=r"checked on a GPU yet .*: leave --share-prefixes out"):
-        training_model.device_for(asked)

@@ -15,6 +15,7 @@ from example_trainer.errors import ModelError
 from example_trainer.models import load_model, save_model
 from example_trainer.models.hf_checkpoint import SINGLE_FILE, read_geometry
 from example_trainer.models.packing import Packing
+from example_trainer.models.transformers_layout import transformers_geometry
 from example_trainer.models.transformers_model import TransformersModel, checkpoint_tensors
 from example_trainer.observe.perf import matrix_elements
 from tests.example_trainer.models.transformers_cases import CONFIGS, checkpoint
@@ -169,7 +170,15 @@ def test_a_model_that_would_carry_state_over_forwards_one_sequence_per_row(
     assert model.way == "one per row"
     assert "Qwen3NextForCausalLM does not keep packed ones apart" in caplog.text
     model.way = "packed"
-    assert model._reached()[:5].all()
+    assert carries_state_or_refuses(model)
+
+
+def carries_state_or_refuses(model: TransformersModel) -> bool:
+    """transformers refuses packed sequences from 5.20 on, and before carried the state over."""
+    try:
+        return bool(model._reached()[:5].all())
+    except ValueError as error:
+        return "packed sequences" in str(error)
 
 
 def test_a_way_that_gives_hidden_states_of_another_shape_is_not_chosen() -> None:
@@ -214,6 +223,20 @@ def test_an_architecture_that_transformers_lacks_is_refused(tmp_path: Path) -> N
     error = refused(changed(tmp_path, architectures=["NewestForCausalLM"]))
     assert "architecture NewestForCausalLM is not in transformers" in error
     assert "use a newer transformers" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("ExaoneMoe", "ExaoneMoEForCausalLM"), ("Phimoe", "PhiMoEForCausalLM")],
+)
+def test_a_class_is_found_whose_name_differs_in_case(
+    tmp_path: Path, name: str, published: str
+) -> None:
+    config = getattr(transformers, f"{name}Config")(
+        **CONFIGS["Mixtral"] | {"sliding_window": 8}, architectures=[published]
+    )
+    config.save_pretrained(tmp_path)
+    assert transformers_geometry(tmp_path).architecture == f"{name}ForCausalLM"
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
