@@ -194,15 +194,18 @@ class RolloutServiceClient(ServiceClient):
             response = await self._http.post(
                 "/disconnect-env", json={"env_id": env_id}, timeout=5.0
             )
-            response.raise_for_status()
-            logger.info("disconnected environment %s from the rollout service", env_id)
+            failure = f"{response.status_code} {_detail(response)}" * response.is_error
         except httpx.HTTPError as error:
-            logger.info(
-                "environment %s could not be deregistered at the rollout service at %s: %s",
-                env_id,
-                self.url,
-                error,
-            )
+            failure = f"no answer ({type(error).__name__})"
+        if not failure:
+            logger.info("disconnected environment %s from the rollout service", env_id)
+            return
+        logger.info(
+            "environment %s could not be deregistered at the rollout service at %s: %s",
+            env_id,
+            self.url,
+            failure,
+        )
 
     async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
         """One request, repeated until it is answered.
@@ -238,7 +241,7 @@ class RolloutServiceClient(ServiceClient):
                 if method == "POST" and self._full_since is not None:
                     waited, self._full_since = time.monotonic() - self._full_since, None
                     logger.info(
-                        "the rollout service at %s has space again after %.0f s", self.url, waited
+                        "the rollout service at %s stores data again after %.0f s", self.url, waited
                     )
                 return answer if isinstance(answer, dict) else {"value": answer}
 
@@ -251,12 +254,12 @@ class RolloutServiceClient(ServiceClient):
         reason = _detail(refusal)
         if time.monotonic() - since > FULL_DISK_SECONDS:
             raise ServiceUnavailable(
-                f"rollout service at {self.url}: no disk space for {path} within {FULL_DISK_SECONDS:.0f} s: {reason}"
+                f"rollout service at {self.url}: stored nothing of {path} within {FULL_DISK_SECONDS:.0f} s: {reason}"
             )
         if self._full_since is None:
             self._full_since = time.monotonic()
             logger.warning(
-                "the rollout service at %s has no disk space: %s. Posts wait up to %.0f s and go on by themselves",
+                "the rollout service at %s cannot store data: %s. Posts wait up to %.0f s and go on by themselves",
                 self.url, reason, FULL_DISK_SECONDS,
             )  # fmt: skip
         await asyncio.sleep(max(waiting.FIRST_PAUSE, retry_after(refusal, default=5.0)))

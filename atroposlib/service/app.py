@@ -19,6 +19,7 @@ from atroposlib.service.fleet import FleetFullError, TooManyPublishersError, Unk
 from atroposlib.service.group_reader import GroupReader, ReaderError, TooComplexError
 from atroposlib.service.records import (
     NotRegisteredError,
+    OlderWorkerError,
     OtherModelError,
     QueueFullError,
     RegistryFullError,
@@ -100,6 +101,7 @@ REFUSALS: dict[type[Exception], tuple[int, dict[str, str]]] = {
     SupersededError: (409, {}),
     NotRegisteredError: (409, {}),
     OtherModelError: (409, {}),
+    OlderWorkerError: (409, {}),
     InvalidRequestError: (422, {}),
 }
 """Error of the layers below -> status of the answer, and its headers."""

@@ -118,15 +118,15 @@ def _free_values(parsed: Any, many: bool) -> Iterator[Any]:
         yield from (value for name, value in group.items() if name not in NUMBERS)
 
 
-def _may_be_integer(value: Any) -> bool:
+def _may_be_integer(value: Any, level: int = 1) -> bool:
     """Return True if a float in `value` may have been an integer above 64 bits in the body.
 
-    orjson makes a float of such an integer, which loses digits.
+    orjson makes a float of such an integer, which loses digits. Levels below DEEPEST are not
+    searched: they are refused later.
     """
-    if isinstance(value, list):
-        return any(map(_may_be_integer, value))
-    if isinstance(value, dict):
-        return any(map(_may_be_integer, value.values()))
+    if isinstance(value, list | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return level <= DEEPEST and any(_may_be_integer(item, level + 1) for item in items)
     return isinstance(value, float) and abs(value) > LARGEST_INTEGER / 2
 
 

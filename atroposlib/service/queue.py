@@ -44,6 +44,7 @@ from atroposlib.service.records import (
     Lease,
     Limits,
     NotRegisteredError,
+    OlderWorkerError,
     OtherModelError,
     QueueFullError,
     Receipt,
@@ -65,7 +66,7 @@ from atroposlib.service.run_state import (
     why_starved,
 )
 from atroposlib.service.scheduling import choose_multiple, in_order_of_use, is_plain
-from atroposlib.service.schemas import Registration, ReplayOptions
+from atroposlib.service.schemas import NEW_ENTRIES, Registration, ReplayOptions
 from atroposlib.service.store import Changes, Snapshot
 from atroposlib.wire import TrainerSession, oldest
 
@@ -837,7 +838,13 @@ class RolloutQueue:
         return self.registration is not None and self.registration.ref_logprobs_from_workers
 
     def lend_references(
-        self, worker: str, model: str, max_tokens: int, seconds: float, now: float
+        self,
+        worker: str,
+        model: str,
+        max_tokens: int,
+        seconds: float,
+        now: float,
+        follows: Collection[str] = (),
     ) -> list[Group]:
         """Return groups for a reference worker, none if there are none for it now.
 
@@ -847,15 +854,19 @@ class RolloutQueue:
             max_tokens: tokens of all sequences of all groups; a group that has more comes alone.
             seconds: after which they may go to another worker.
             now: see the module's docstring.
+            follows: entries of the trainer's reference that it takes over.
 
         Raises:
             OtherModelError: the trainer's reference is another model.
+            OlderWorkerError: the reference has an entry that the worker does not know.
         """
         if self.registration is None or not self.takes_references():
             self.reference.note_call(worker, now).model = model
             return []
         if model != self.registration.reference_model:
             raise OtherModelError(worker, model, self.registration.reference_model)
+        if missing := self.registration.not_followed(follows):
+            raise OlderWorkerError(worker, missing, NEW_ENTRIES)
         self._drop_stale()
         return self.reference.lend(worker, model, max_tokens, seconds, now)
 

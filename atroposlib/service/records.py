@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -231,6 +232,24 @@ class OtherModelError(QueueError):
         super().__init__(
             f"reference worker {worker!r} has the model {model!r}, but the trainer's reference is {trained!r}: "
             "start it with that"
+        )
+
+
+class OlderWorkerError(QueueError):
+    """A reference worker does not know what the trainer's reference needs.
+
+    Args:
+        needs: entries of the trainer's `reference`.
+        without: what the worker computes with in their place.
+    """
+
+    def __init__(self, worker: str, needs: Mapping[str, Any], without: Mapping[str, Any]) -> None:
+        theirs, its = (
+            ", ".join(f"{name} {said[name]}" for name in needs) for said in (needs, without)
+        )
+        super().__init__(
+            f"the trainer's reference has {theirs}. Reference worker {worker!r} is of an older version, "
+            f"and computes with {its}, which has other bits: start it from the trainer's version"
         )
 
 

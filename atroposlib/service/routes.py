@@ -623,7 +623,7 @@ async def lease(request: Request, service: Service) -> Response:
         return [
             group.seq
             for group in queue.lend_references(
-                loan.worker, loan.model, loan.max_tokens, loan.seconds, now
+                loan.worker, loan.model, loan.max_tokens, loan.seconds, now, loan.follows
             )
         ]
 

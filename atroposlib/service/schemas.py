@@ -6,6 +6,7 @@ field and the value.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -33,6 +34,9 @@ LARGEST_BATCH = 1 << 20
 MAX_LEASED_TOKENS = 1 << 22
 """Tokens that one request of a reference worker may lease, since the worker reads the answer as a
 whole."""
+NEW_ENTRIES: dict[str, Any] = {"parts": 1}
+"""Entries of a registration's `reference` that older reference workers ignore, and what these compute
+with."""
 MAX_UNIX_SECONDS = 253402300799.0
 """The end of the year 9999, the last year of a date."""
 
@@ -230,6 +234,17 @@ class Registration(RegisterTrainer):
 
     uuid: int
 
+    def not_followed(self, follows: Collection[str]) -> dict[str, Any]:
+        """Return the entries of `reference` that change the result, and that a worker which follows
+        these does not know.
+        """
+        return {
+            name: value
+            for name, plain in NEW_ENTRIES.items()
+            if (value := (self.reference or {}).get(name, plain)) not in (plain, None)
+            and name not in follows
+        }
+
     @property
     def reference_model(self) -> str | None:
         """The model whose logprobs the reference workers compute."""
@@ -406,6 +421,9 @@ class LeaseReferences(Request):
     """Tokens of all sequences of all groups. A group that has more comes alone."""
     seconds: Annotated[FiniteFloat, Field(gt=0, le=86400)]
     """Seconds after which the groups go to another worker."""
+    follows: Annotated[list[ShortName], Field(max_length=64)] = []
+    """Entries of the registration's `reference` that the worker takes over. Workers without the list
+    know none of NEW_ENTRIES."""
 
 
 class AnsweredReference(Request):

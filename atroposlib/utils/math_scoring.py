@@ -182,6 +182,9 @@ _CHARACTERS = str.maketrans(
         "≤": r"\le ",
         "≥": r"\ge ",
         "⁄": "/",
+        "⌊": r"\lfloor ",
+        "⌋": r"\rfloor ",
+        "¢": r"\text{ cents}",
         "⟨": "(",
         "⟩": ")",
     }
@@ -205,14 +208,17 @@ _WHOLE_TEXT = re.compile(rf"{_TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
 _FUNCTIONS = r"(?:(?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|ln|log|exp)(?![A-Za-z])"
 _CALLED = rf"{_FUNCTIONS}(?=\s*(?:[\\([{{|^_\d]|[A-Za-z](?![A-Za-z])|{_FUNCTIONS}))"
 """A function with an argument: the `sec` of `5 sec` is a unit."""
+_SMALL_POWER = r"(?:\^\s*(?:\d|\{\s*\d\s*\}))?"
+_IN_DEGREES = r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})"
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt{\1\2}"),
         (r"∛\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt[3]{\1\2}"),
-        (r"√\s*", r"\\sqrt"),
+        (r"√\s*|(?<![A-Za-z\\])sqrt\s*(?=\{)", r"\\sqrt"),
         (r"\\sqrt\s*(\[[^\[\]]*\])\s*([A-Za-z0-9])", r"\\sqrt\1{\2}"),
         (r"(?<=\d)\\,(?=\d{3}(?!\d))", " "),
+        (r"\\\\\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm)\s*\]", r"\\\\"),
         (r"(?<!\\)\\[ ,:;]|~(?!=)|\\q?quad(?![A-Za-z])", " "),
         (r"\\[hv]space\*?\s*\{[^{}]*\}", " "),
         (r"\\+$", ""),
@@ -221,6 +227,23 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"\\(?:bf(?:series)?|rm|it|tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z])",
             "",
         ),
+        (r"\\(?:mathrm|text)\s*\{\s*i\s*\}", "i"),
+        (rf"{_TEXT_COMMAND}\s*\{{\s*(and|or)\s*\}}", r"\\text{ \1 }"),
+        (r"\\(?:s|nice)frac(?![A-Za-z])", r"\\frac"),
+        (
+            r"\\[dt]?binom\s*(?:\{([^{}]*)\}|([A-Za-z\d]))\s*(?:\{([^{}]*)\}|([A-Za-z\d]))",
+            r"(\\binom{\1\2}{\3\4})",
+        ),
+        # latex2sympy2 reads the products 3(10) and (3)(10) as the mixed number 13.
+        (r"\\(?:left|right)\s*(?=[()\[\]])", ""),
+        (
+            r"((?<![\d_^.])\d+(?:\.\d+)?|\([^(),]*\))\s*(?=\()|(\(\d[^(),]*\))\s*(?=\d)",
+            r"\1\2\\cdot ",
+        ),
+        (r"(?i)^(?:\\text\s*\{)?\s*([+-]?)infinity\s*\}?$", r"\1\\infty"),
+        (r"^\s*(?:\\text\s*\{\s*)?(\d+)\s*\}?_", r"\1_"),
+        (r"^\(\s*([0-9A-F]+)\s*\)\s*_", r"\1_"),
+        (r"(?<=\d)\s*(?:\\text\s*\{\s*)?\(?base[\s}]+(\d+)\s*\)?\s*\}?$", r"_{\1}"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
@@ -241,6 +264,11 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
+        (
+            rf"(\\(?:sin|cos|tan|cot|sec|csc)\s*{_SMALL_POWER})\s*(?:{_IN_DEGREES}|\(\s*{_IN_DEGREES}\s*\))",
+            r"\1(\\frac{\2\3\\pi}{180})",
+        ),
+        (r"(?:USD|EUR|GBP)\s*(?=[\d.])|US\s*(?=\\?\$)", ""),
         (r"[€£¥₹]|\\?\$|\\(?:textdollar|texteuro|euro|pounds)(?![A-Za-z])", ""),
         (r"(?:\\text\s*\{\s*|\b)per\s?cent\s*\}?\s*$", r"\\%"),
         (
@@ -258,7 +286,7 @@ _WRAPPERS = tuple(
         r"\$\$?([^$]+)\$\$?",
         r"\\\[((?:(?!\\\[).)+)\\\]",
         r"\\\(((?:(?!\\\().)+)\\\)",
-        r"(?:\\approx|≈|=)\s*(.+)",
+        r"(?:\\approx|≈|=|[A-Za-z]\s*\\equiv(?![A-Za-z]))\s*(.+)",
         r"\\displaystyle(?![A-Za-z])\s*(.+)",
         rf"{_TEXT_COMMAND}\s*\{{[^{{}}\d]*(?:[:=]|\bis)\s*\}}\s*(.+)",
         r"(?:[A-Za-z]{2,}\s+)*[A-Za-z]{2,}\s*:\s*([^:]+)",
@@ -275,6 +303,9 @@ _SCIENTIFIC = re.compile(
     r"([+-]?)\s*(?:([\d.,]+)\s*(?:\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|\*|[xX])\s*)?10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|([+-]?\d{1,3}))"
 )
 _DEGREES = re.compile(r"(?<=\d)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})$")
+_EXPONENT = re.compile(r"\^\s*(?:\{([^{}]*)\}|(\d?\.\d+))")
+_SHORT_DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d{1,4})(?![\d.])")
+_REPEATING_DOTS = re.compile(r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?|(?<=\.)\((\d+)\)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{\s*(\d+)\s*\}")
 _POWER = r"(?:\s*\^\s*\{?-?\d\}?)?"
 _UNIT_IN_TEXT = rf"{_TEXT_COMMAND}\s*\{{(?:[^{{}}\d]|\^\s*(?:\{{-?\d\}}|-?\d))*\}}"
@@ -288,7 +319,7 @@ _SHORT_UNITS = r"cm|mm|km|kg|mg|ml|mL|lb|oz|ft|yd|mi|hr|in|m/s|km/h|[AaPp]\.?[Mm
 # exponential time.
 _WORD = rf"(?:{_SHORT_UNITS}|[A-Za-z]{{3,}})(?![A-Za-z])"
 _UNIT_AS_WORDS = re.compile(
-    rf"(?<=[\d}})])(?:\s+(?P<words>(?:sq|cu|{_WORD})(?:[ /]+(?:a|an|of|{_WORD}))*)|(?P<short>cm|mm|km|kg|mph))"
+    rf"(?:(?<=[\d}})])|(?<=\\pi))(?:\s+(?P<words>(?:sq|cu|{_WORD})(?:[ /]+(?:a|an|of|{_WORD}))*)|(?P<short>cm|mm|km|kg|mph))"
     r"(?:\s*\^\s*\{?[23]\}?)?\.?\s*(?=[,;)\]]|\\\}|$)"
 )
 _UNIT_AS_SYMBOL = re.compile(
@@ -302,17 +333,37 @@ _NO_UNITS = frozenset(
     # variables.
     """
     or and if when for mod but not where with plus minus times over remainder otherwise each until
-    unless hundred thousand million billion trillion dozen half sin cos tan cot csc log exp
+    unless hundred thousand million billion trillion dozen half halves thirds fourths fifths sixths
+    sevenths eighths ninths tenths twelfths hundredths thousandths squared cubed factorial zero sin cos tan cot csc log exp
     sqrt gcd lcm det inf infty alpha beta gamma delta theta lambda sigma phi psi omega rho tau
     """.split()  # noqa: SIM905
 )
 _TIME_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.?\s?m\b\.?[\s}]*$", re.IGNORECASE)
-_CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)")
+_AROUND_NUMBER = re.compile(rf"{_TEXT_COMMAND}|\\[!,;: ]|[\s{{}}~*]")
+_CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?(?:([ap])\.?m)?\.?", re.IGNORECASE)
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_RATIO_SIGN = re.compile(rf"(?::|\bto\b|{_TEXT_COMMAND}\s*\{{\s*to\s*\}})")
+_RATIO_PART = re.compile(r"\d{1,20}(?:\.\d{1,20})?")
 _PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%")
 _QUANTITY = r"([+-]?\d+(?:\.\d+)?)\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)"
 _QUANTITIES = re.compile(rf"(?:\s*{_QUANTITY}){{2,}}\s*")
 _BETWEEN_QUANTITIES = re.compile(rf"{_TEXT_COMMAND}|[{{}}~,;]|\\[ ,;]|\band\b")
-_WITH_BASE = re.compile(r"([0-9A-Fa-f]+)\s*_\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_MEASURE = re.compile(
+    r"(\\?\$)?([+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/[1-9]\d*)?)([A-Za-z]*)\.?"
+)
+_SIZES = {
+    "money": {"cent": 1, "dollar": 100},
+    "time": {"second": 1, "sec": 1, "minute": 60, "min": 60, "hour": 3600, "hr": 3600}
+    | {"day": 86400, "week": 7 * 86400},
+    "metric": {"mm": 1, "millimeter": 1, "cm": 10, "centimeter": 10, "m": 1000, "meter": 1000}
+    | {"km": 10**6, "kilometer": 10**6},
+    "length": {"in": 1, "inch": 1, "foot": 12, "feet": 12, "ft": 12, "yard": 36, "mile": 63360},
+    "mass": {"gram": 1, "g": 1, "kg": 1000, "kilogram": 1000},
+}
+_WITH_BASE = re.compile(
+    rf"([0-9A-Fa-f]+)\s*_\s*(?:(\d)|\{{\s*(?:{_TEXT_COMMAND}\s*\{{)?\s*\(?\s*(\w+)\s*\)?\s*\}}?\s*\}})"
+)
+_BASES = "zero one two three four five six seven eight nine ten".split()  # noqa: SIM905
 _CHOICE = re.compile(
     rf"(?:{_TEXT_COMMAND}\s*\{{\s*)?(?:\(([A-J])\)|([A-J])[).:])\s*(\}}?)\s*"
     r"(?![,;&]|(?:\\text\s*\{\s*)?(?:and|or)\b)((?:(?!\([A-J]\)).)*)",
@@ -336,6 +387,8 @@ def spelled(text: str) -> str:
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _SCALED.sub(_scale, text)
+    text = _EXPONENT.sub(_exact, text)
+    text = _REPEATING_DOTS.sub(r"\\overline{\1\2\3\4}", text)
     text = _without_units(_unwrapped(_REPEATING.sub(_fraction, text)))
     if grouped := _GROUPED.match(text):
         text = grouped[1] + grouped[2].replace(",", "") + text[grouped.end() :]
@@ -386,16 +439,61 @@ def quantities(text: str) -> dict[str, Decimal] | None:
     return amounts if len(amounts) == len(found) else None
 
 
-def clock(text: str) -> tuple[int, int] | None:
-    """Return hour and minute of a time such as `10:05`. The ratio `10:5` has no time."""
-    match = _CLOCK.fullmatch(text)
-    return (int(match[1]), int(match[2])) if match else None
+def measure(text: str) -> tuple[str, Fraction] | None:
+    """Return kind and amount of a number with a common unit; None for everything else.
+
+    >>> measure("2 hours") == measure("120 minutes"), measure("$3"), measure("3 apples")
+    (True, ('money', Fraction(300, 1)), None)
+    """
+    match = _MEASURE.fullmatch(_AROUND_NUMBER.sub("", _unwrapped(text.translate(_CHARACTERS))))
+    if match is None or bool(match[1]) == bool(match[3]):
+        return None
+    unit = "dollar" if match[1] else match[3]
+    unit = unit.lower() if len(unit) > 2 else unit
+    for kind, sizes in _SIZES.items():
+        for name in (unit, unit.removesuffix("s"), unit.removesuffix("es")):
+            if name in sizes:
+                return kind, Fraction(match[2].replace(",", "")) * sizes[name]
+    return None
+
+
+def clock(text: str) -> tuple[int, int, str] | None:
+    """Return hour, minute and `a`, `p` or nothing of a time such as `10:05` or `4 pm`.
+
+    The ratio `10:5` has no time.
+    """
+    match = _CLOCK.fullmatch(_AROUND_NUMBER.sub("", text).strip("$"))
+    if match is None or not (match[2] or match[3]):
+        return None
+    return int(match[1]), int(match[2] or 0), (match[3] or "").lower()
+
+
+def _same_time(one: tuple[int, int, str], other: tuple[int, int, str]) -> bool:
+    """Compare two times: `4:00 pm` is 16:00. `4:00` may also be short for `4:00 pm`."""
+    if bool(one[2]) == bool(other[2]):
+        return one == other
+    named, short = (one, other) if one[2] else (other, one)
+    hours = named[0], named[0] % 12 + 12 * (named[2] == "p")
+    return short[0] in hours and short[1] == named[1]
+
+
+def ratio(text: str) -> list[Fraction] | None:
+    """Return the shares of a ratio such as `3:2:1`, which add up to 1; None for everything else."""
+    found = [_RATIO_PART.fullmatch(part.strip()) for part in _RATIO_SIGN.split(text)]
+    parts = [Fraction(part[0]) for part in found if part]
+    if len(found) < 2 or len(parts) < len(found) or not any(parts):
+        return None
+    whole = sum(parts)
+    return [part / whole for part in parts]
 
 
 def with_base(text: str) -> tuple[str, str] | None:
     r"""Return digits and base of a number such as `101_2` or `2516_{8}`; None for everything else."""
     match = _WITH_BASE.fullmatch(text)
-    return (match[1].lstrip("0").lower(), match[2] or match[3]) if match else None
+    if match is None:
+        return None
+    base = match[2] or match[3]
+    return match[1].lstrip("0").lower(), str(_BASES.index(base)) if base in _BASES else base
 
 
 def choice(text: str) -> tuple[str, str] | None:
@@ -472,6 +570,15 @@ def _scale(number: re.Match[str]) -> str:
     """Return a word such as million as a power of ten. A unit behind the word stays."""
     unit = (number[2] or "").strip()
     return rf"\times 10^{{{_SCALES[number[1]]}}}" + (rf"\text{{ {unit}}}" if unit else "")
+
+
+def _exact(exponent: re.Match[str]) -> str:
+    """Return an exponent with fractions for its decimals, with which SymPy computes exactly."""
+    inside = _SHORT_DECIMAL.sub(
+        lambda found: rf"\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}",
+        exponent[1] or exponent[2] or "",
+    )
+    return f"^{{{inside}}}"
 
 
 def _fraction(number: re.Match[str]) -> str:
@@ -562,16 +669,15 @@ def compare_plainly(gold: str, answer: str) -> bool | None:
 
 def _compare_spelled(gold: str, answer: str) -> bool | None:
     """Compare the spellings of two answers; None if math_verify must decide."""
-    times = time_of_day(gold), time_of_day(answer)
-    if None not in times and times[0] != times[1]:
-        return False
-    amounts = quantities(gold), quantities(answer)
-    if amounts[0] and amounts[1] and amounts[0].keys() == amounts[1].keys():
-        return amounts[0] == amounts[1]
+    amounts = _compare_amounts(gold, answer)
+    if amounts is not None:
+        return amounts
     one, other = spelled(gold), spelled(answer)
     if one and one == other:
         return True
-    for reading in (_as_spelled_number, clock, with_base):
+    if _DATE.fullmatch(one) or _DATE.fullmatch(other):
+        return False
+    for reading in (_as_spelled_number, clock, ratio, with_base):
         values = reading(one), reading(other)
         if None not in values:
             return values[0] == values[1]
@@ -582,6 +688,21 @@ def _compare_spelled(gold: str, answer: str) -> bool | None:
     if None not in words and (words[0] == words[1] or _are_texts(one, other)):
         return words[0] == words[1]
     return _compare_choices(one, other)
+
+
+def _compare_amounts(gold: str, answer: str) -> bool | None:
+    """Compare times and numbers by their units; None if the units do not decide."""
+    halves = time_of_day(gold), time_of_day(answer)
+    if None not in halves and halves[0] != halves[1]:
+        return False
+    amounts = quantities(gold), quantities(answer)
+    if amounts[0] and amounts[1] and amounts[0].keys() == amounts[1].keys():
+        return amounts[0] == amounts[1]
+    measures = measure(gold), measure(answer)
+    if measures[0] and measures[1] and measures[0][0] == measures[1][0]:
+        return measures[0] == measures[1]
+    times = clock(gold), clock(answer)
+    return _same_time(times[0], times[1]) if times[0] and times[1] else None
 
 
 def _as_spelled_number(text: str) -> Decimal | None:
@@ -623,12 +744,65 @@ def _content(text: str) -> str:
     return spelled(labelled[1])
 
 
+_VECTOR = re.compile(
+    r"(?:(?:\\[a-z]+\s*)?\{?\s*[A-Za-z]\s*\}?\s*=\s*)?[(\[]?\s*\\begin\{([bp]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}\s*[)\]]?",
+    re.DOTALL,
+)
+_TUPLE = re.compile(r"\(.*,.*\)", re.DOTALL)
+_BETWEEN_VALUES = re.compile(rf"(?:[,;]|\band\b|{_TEXT_COMMAND}\s*\{{\s*and\s*\}})")
+_ASSIGNMENT = re.compile(r"([A-Za-z])\s*=\s*([^=]+)")
+
+
+def _with_tuples(one: str, other: str) -> tuple[str, str]:
+    """Return two answers in which assignments, or a vector, are a tuple if only one has them."""
+    values = assignments(one), assignments(other)
+    if bool(values[0]) != bool(values[1]):
+        one, other = values[0] or one, values[1] or other
+    if _TUPLE.fullmatch(other):
+        return vector(one) or one, other
+    if _TUPLE.fullmatch(one):
+        return one, vector(other) or other
+    return one, other
+
+
+def vector(text: str) -> str | None:
+    r"""Return a matrix of one column or one row as a tuple; None for everything else.
+
+    >>> vector(r"\begin{pmatrix}1\\2\end{pmatrix}"), vector(r"\begin{pmatrix}1&2\\3&4\end{pmatrix}")
+    ('(1,2)', None)
+    """
+    match = _VECTOR.fullmatch(text)
+    if match is None or r"\begin" in match[2]:
+        return None
+    entries = match[2].strip().removesuffix(r"\\")
+    separators = [mark for mark in ("&", r"\\") if mark in entries]
+    return f"({entries.replace(separators[0], ',')})" if len(separators) == 1 else None
+
+
+def assignments(text: str) -> str | None:
+    """Return the values of several variables as a tuple; None for everything else.
+
+    Neighbours in the alphabet come in its order: `y=2, x=1` is `(1,2)`.
+
+    >>> assignments("y=2, x=1"), assignments("m=2, b=3"), assignments("x=1, x=2")
+    ('(1,2)', '(2,3)', None)
+    """
+    matches = [_ASSIGNMENT.fullmatch(part.strip()) for part in _BETWEEN_VALUES.split(text)]
+    pairs = [(match[1], match[2].strip()) for match in matches if match]
+    names = sorted({name for name, _ in pairs})
+    if len(names) < 2 or len(names) != len(matches):
+        return None
+    if ord(names[-1]) - ord(names[0]) == len(names) - 1:
+        pairs.sort()
+    return f"({','.join(value for _, value in pairs)})"
+
+
 def equal_in_this_process(gold: str, answer: str) -> bool:
     """Compare two LaTeX expressions; False if either cannot be read.
 
     Call it in a process's main thread.
     """
-    gold, answer = _content(gold), _content(answer)
+    gold, answer = _with_tuples(_content(gold), _content(answer))
     percentages = percentage(gold), percentage(answer)
     try:
         if percentages == (None, None):
@@ -667,8 +841,35 @@ def _equal_expressions(gold: str, answer: str) -> bool:
     )
     if not expected or not parsed:
         return False
+    expected, parsed = (
+        [_with_imaginary_unit(_united(value, text)) for value in values]
+        for values, text in ((expected, gold), (parsed, answer))
+    )
     equal = verify(expected, parsed, timeout_seconds=PARSE_SECONDS, allow_set_relation_comp=True)
     return bool(equal) and not _are_small_and_differ(expected[0], parsed[0])
+
+
+def _united(value: Any, text: str) -> Any:
+    """Return inequalities that "or" joins as one set of numbers; every other value unchanged."""
+    from sympy import Eq, FiniteSet, Ne, Union
+    from sympy.logic.boolalg import Boolean
+
+    if not isinstance(value, FiniteSet) or not re.search(r"\bor\b", text):
+        return value
+    if not all(isinstance(each, Boolean) and not each.has(Eq, Ne) for each in value):
+        return value
+    return Union(*(each.as_set() for each in value))
+
+
+def _with_imaginary_unit(value: Any) -> Any:
+    """Return a value in which the symbol i is the imaginary unit."""
+    from sympy import I
+
+    letters = {each: I for each in getattr(value, "free_symbols", ()) if each.name == "i"}
+    try:
+        return value.xreplace(letters) if letters else value
+    except TypeError:  # an index, as in i < 3
+        return value
 
 
 def _are_small_and_differ(one: Any, other: Any) -> bool:

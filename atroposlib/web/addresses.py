@@ -26,7 +26,7 @@ MAX_URL_LENGTH = 2000
 """Characters of an address with a path."""
 NEEDS_BRACKETS = "an IPv6 address with a port needs brackets: write [::1]:9001"
 HOST_NAME = re.compile(r"(?!-)[\w-]{1,63}(\.[\w-]{1,63})*\.?")
-EXAMPLE = "write http://HOST:PORT, such as http://10.0.0.5:9001"
+EXAMPLE = "write http://HOST:PORT, such as http://localhost:8000"
 
 
 def server_address(text: str) -> str:

@@ -108,18 +108,32 @@ async def test_a_full_disk_is_waited_for_beyond_the_timeout_with_one_line(
     assert len(server.bodies) == 33
     assert (
         sum(
-            "has no disk space: store /disk/a.db: 3.1 MB are free. Posts wait up to" in line
+            "cannot store data: store /disk/a.db: 3.1 MB are free. Posts wait up to" in line
             for line in caplog.messages
         )
         == 1
     )
-    assert sum("has space again" in line for line in caplog.messages) == 1
+    assert sum("stores data again" in line for line in caplog.messages) == 1
     monkeypatch.setattr(service_client, "FULL_DISK_SECONDS", 0.02)
     server.answers = [refusal] * 1000
     with pytest.raises(
-        ServiceUnavailable, match=r"no disk space for /scored_data within .*: store /disk/a\.db"
+        ServiceUnavailable, match=r"stored nothing of /scored_data within .*: store /disk/a\.db"
     ):
         await posting.post("/scored_data", {})
+
+
+async def test_a_refused_farewell_is_one_line_with_the_reason(
+    server: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server.answers = [(507, {}, b'{"detail": "store /disk/a.db is not in its place"}'), None]
+    for told in ("507 store /disk/a.db is not in its place", "no answer (RemoteProtocolError)"):
+        await client(server).disconnect(3)
+        line = caplog.messages[-1]
+        assert line.startswith("environment 3 could not be deregistered at the rollout service")
+        assert line.endswith(told)
+    await client(server).disconnect(3)
+    assert caplog.messages[-1] == "disconnected environment 3 from the rollout service"
 
 
 async def test_what_a_retry_cannot_change_is_not_retried(server: Scripted) -> None:

@@ -212,7 +212,7 @@ def test_bad_usage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         "atropos-dpo-gen: error: groups hold tokens: name the sampled model's tokenizer "
-        "(--tokenizer), or pass --save-messages"
+        "(--tokenizer), or pass --save-messages (see atropos-dpo-gen --help)"
     )
 
 

@@ -45,6 +45,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
     [
         (["--port", "70000"], "--port: '70000': input should be less than or equal to 65535"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--prot", "8001"], "unrecognized arguments: --prot 8001; did you mean --port?"),
         (["--max-queue-bytes", "lots"], "'lots': give a number of bytes"),
         (["--request-timeout", "-1"], "'-1': input should be greater than 0"),
         (["--host", "no.such.host.invalid", "--port", "0"], "cannot be resolved"),

@@ -465,5 +465,5 @@ def test_environments_wait_while_another_program_has_the_disk_and_nothing_is_los
         assert service.get("/batch")["batch"] is None
         assert service.signal(signal.SIGTERM) == 0
         assert "Traceback" not in service.log.read_text()
-    waits = [line for line in caplog.messages if "has no disk space: store" in line]
+    waits = [line for line in caplog.messages if "cannot store data: store" in line]
     assert 1 <= len(waits) <= 6, waits

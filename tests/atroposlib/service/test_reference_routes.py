@@ -111,6 +111,22 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     )
 
 
+def test_a_worker_that_ignores_the_sum_plan_gets_no_group(service: Service) -> None:
+    service.post("/register", trainer(**WANTED, reference={"model": "m", "parts": 2}))
+    service.post("/scored_data", group(mark=1))
+    asked: dict[str, Any] = {"worker": "old", "model": "m", "max_tokens": 1, "seconds": 60}
+    for older in ({}, {"follows": ["table"]}):
+        refusal = service.http.post("/reference/lease", json=asked | older)
+        assert refusal.status_code == 409
+        told = refusal.json()["detail"]
+        for part in ("has parts 2", "computes with parts 1", "'old'", "from the trainer's version"):
+            assert part in told
+    assert service.post("/reference/lease", asked | {"follows": ["parts"]})["groups"]
+    service.post("/register", trainer(**WANTED, reference={"model": "m", "parts": 1}))
+    service.post("/scored_data", group(mark=2))
+    assert service.post("/reference/lease", asked)["groups"]
+
+
 def expect_another_model_refused(service: Service) -> None:
     wrong = {"worker": "one", "model": "m", "max_tokens": 1, "seconds": 60}
     refusal = service.http.post("/reference/lease", json=wrong)

@@ -40,8 +40,103 @@ RIGHT = {
     "repeating decimals": [("1/3", "0.333..."), ("1/6", r"0.1666\ldots"), ("4/33", "0.121212…")],
     "several choices": [("A, C", "(A), (C)"), ("A, C", r"(A)\text{ and }(C)"), ("A and C", "(C) and (A)")],
     "small numbers": [(r"1.6\times 10^{-19}", r"\frac{16}{10^{20}}"), ("0.0000001", r"\frac{1}{10^7}")],
+    "vectors": [
+        ("(1,2)", r"\begin{pmatrix}1\\2\end{pmatrix}"), (r"\begin{pmatrix}1\\2\end{pmatrix}", "(1,2)"),
+        ("(1,2,3)", r"\begin{bmatrix}1&2&3\end{bmatrix}"), ("(0.5,-3)", r"\begin{pmatrix}\frac12\\-3\end{pmatrix}"),
+        ("(1,2)", r"\left(\begin{array}{c}1\\2\end{array}\right)"), ("(1,2)", r"\mathbf{v}=\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\[4pt]3&4\end{pmatrix}"),
+    ],
+    "values of variables": [
+        ("(1,2)", "x=1, y=2"), ("(1,2)", "y=2, x=1"), ("x=1,y=2", "(1,2)"), ("x=1,y=2", r"y=2\text{ and }x=1"),
+        ("(2,3)", "m=2, b=3"), ("x=1, y=2", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    ],
+    "decimals in exponents": [
+        (r"\sqrt3", "3^{0.5}"), (r"2\sqrt3", r"2\cdot 3^{0.5}"), (r"\sqrt3", "3^.5"), ("8", "4^{1.5}"),
+        (r"\frac{1}{\sqrt2}", "2^{-0.5}"), ("e^{0.05t}", "e^{t/20}"), (r"\pm\sqrt3", r"\pm 3^{0.5}"),
+    ],
+    "binomials": [
+        ("10", r"\tbinom52"), ("10", r"\dbinom{5}{2}"), (r"\binom52", r"\dbinom{5}{2}"), (r"\binom{n}{2}", r"\tbinom n2"),
+        ("30", r"3\binom{5}{2}"), ("60", r"\binom{5}{2}\binom{4}{2}"), (r"\frac{5}{18}", r"\frac{\tbinom52}{36}"),
+    ],
+    "products without a sign": [
+        ("30", "3(10)"), ("60", "(10)(6)"), ("30", r"3\left(10\right)"), ("24", "2(3)(4)"), ("15", "(3)5"), ("40", "2^3(5)"),
+        ("3", r"\log_2(8)"), ("(0,1]", r"\left(0,1\right]"),
+    ],
+    "times": [
+        ("4:00 pm", "4 pm"), ("4:00 pm", r"4\text{ P.M.}"), ("4:00 pm", "16:00"), ("4:00 pm", "4:00"),
+        ("12:30 am", "0:30"), ("7", "7 pm"),
+    ],
+    "amounts in other units": [
+        ("1 hour", "60 minutes"), ("$3", "300 cents"), (r"50\text{ cents}", r"\$0.50"), (r"30\text{ cm}", r"0.3\text{ m}"),
+        ("6 feet", "6 ft"), ("12.50", "USD 12.50"), ("50", "50¢"), (r"12\pi", "12π cubic inches"),
+    ],
+    "ratios": [("3:2", "3 to 2"), ("3:2:1", "6:4:2"), ("3:2", r"3\text{ to }2"), ("1.5", "3:2")],
+    "bases": [("12_3", "(12)_3"), ("12_3", "12 base 3"), ("12_3", r"12_{\text{three}}"), ("12_3", r"\text{12}_3")],
+    "complex numbers": [
+        ("2+3i", r"2+3\mathrm{i}"), (r"e^{i\pi/3}", r"\frac12+\frac{\sqrt3}{2}i"), ("2i", r"\sqrt{-4}"), ("1+i", "1+1i"),
+        ("-1", "i^2"), (r"\sum_{i=1}^{3} i", "6"),
+    ],
+    "degrees in functions": [
+        ("0.5", r"\sin 30^\circ"), (r"\cos 20^\circ", r"\sin(70°)"), ("3", r"\tan^2\left(60^{\circ}\right)"),
+    ],
+    "inequalities joined by or": [
+        (r"(-\infty,2)\cup(3,\infty)", r"x<2\text{ or }x>3"), (r"(-\infty,-1)\cup(1,2)", "x<-1 or 1<x<2"),
+        ("x<2 or x>3", r"(-\infty,2)\cup(3,\infty)"),
+    ],
+    "other commands": [
+        ("1/2", r"\sfrac{1}{2}"), ("1/2", r"\nicefrac12"), (r"5\sqrt2", "5*sqrt{2}"), (r"\lfloor x\rfloor", "⌊x⌋"),
+        (r"\infty", r"\text{infinity}"), ("12/99", r"0.\dot{1}\dot{2}"),
+        ("1/3", "0.(3)"), (r"17\pmod{20}", r"x\equiv 17\pmod{20}"),
+    ],
 }  # fmt: skip
 WRONG = {
+    "vectors": [
+        ("(1,2)", r"\begin{pmatrix}2\\1\end{pmatrix}"), (r"\begin{pmatrix}1\\2\end{pmatrix}", "(2,1)"),
+        ("(1,2)", r"\begin{pmatrix}1&3\end{pmatrix}"), ("(1,2)", r"\begin{pmatrix}1\\2\\3\end{pmatrix}"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "(1,2,3,4)"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", "1<x<2"), ("[1,2]", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\{2,1\}"),
+        ("(1,2)", r"\begin{pmatrix}1\\2\end{pmatrix},\begin{pmatrix}3\\4\end{pmatrix}"),
+    ],
+    "values of variables": [
+        ("(1,2)", "x=2, y=1"), ("x=2, y=1", "(1,2)"), ("x=1,y=2", "x=2,y=1"), ("(1,2)", "y=1, x=2"), ("(2,3)", "m=3, b=2"),
+        ("x=1,y=2", "x=1"),
+    ],
+    "decimals in exponents": [(r"\sqrt3", "3^{0.6}"), ("3^{0.5}", "3^{0.51}"), ("e^{0.05t}", "e^{t/2}"), ("8", "4^{2.5}")],
+    "binomials": [
+        ("11", r"\tbinom52"), ("13", r"3\binom{5}{2}"),
+        (r"\binom52", r"\tbinom51"), ("16", r"\binom{5}{2}\binom{4}{2}"),
+    ],
+    "products without a sign": [("13", "3(10)"), ("16", "(10)(6)"), ("8", "(3)5"), ("13", "2^3(5)"), ("-1", "-3(2)")],
+    "times": [
+        ("4:00 pm", "4 am"), ("4:00 pm", "4:30 pm"), ("4:00 pm", "5 pm"), ("16:00", "4:00 am"), ("12:00 pm", "12 am"),
+        ("4:00 pm", "4"), ("10:30", "22:30"), ("12:30 pm", "0:30"),
+    ],
+    "dates": [("2005", "2023-03-15"), ("2023-03-15", "2023-03-16")],
+    "amounts in other units": [
+        ("5 hours", "5 minutes"), ("$3", "3 cents"), (r"30\text{ cm}", r"30\text{ m}"), ("$50", "50¢"), ("6 feet", "6 inches"),
+        ("12.50", "USD 12.05"), ("15 m", "1,5 m"),
+    ],
+    "words that change a number": [
+        ("5", "5 squared"), ("5", r"5\text{ halves}"), ("5", "5 thirds"),
+        ("5", "5 hundredths"), ("5", "5 below zero"), ("5", "5 factorial"),
+    ],
+    "ratios": [("3:2", "2 to 3"), ("3:2:1", "3:1:2"), ("3:2", "3:2:1"), ("5", "5 to 1")],
+    "bases": [("12_3", "(12)_4"), ("12_3", "12 base 4"), ("12_3", r"12_{\text{four}}"), ("12_3", "12_{(4)}")],
+    "complex numbers": [
+        ("2+3i", r"2-3\mathrm{i}"), ("5", r"2+3\mathrm{i}"),
+        (r"e^{i\pi/3}", r"\frac12-\frac{\sqrt3}{2}i"), ("-2i", r"\sqrt{-4}"), ("1", "i^2"),
+    ],
+    "degrees in functions": [("0.5", r"\cos 30^\circ"), (r"\cos 20^\circ", r"\sin 20^\circ"), ("0.5", r"\sin 30")],
+    "inequalities joined by or": [
+        (r"(-\infty,2)\cup(3,\infty)", "x<2 or x>4"), (r"(-\infty,2)\cup(3,\infty)", r"x<2\text{ and }x>3"),
+        (r"(-\infty,2)\cup(3,\infty)", r"x<2\text{ or }x\ge 3"), ("x<2 or x>3", "x<2"),
+    ],
+    "other commands": [
+        ("12/99", r"0.\dot{1}\dot{3}"), ("1/3", "0.(4)"),
+        (r"\infty", "-infinity"), (r"17\pmod{20}", r"x\equiv 17\pmod{21}"),
+    ],
     "small numbers": [
         (r"6.63\times 10^{-34}", r"\frac{1}{10^9}"), (r"1.6\times 10^{-19}", r"2\cdot 10^{-20}\cdot 3"),
         ("10^{-9}", r"\frac{0}{2}"), (r"\frac{1}{13983816}", "0.0"), (r"\frac{1}{13983816}", "0.00000009"),
@@ -87,7 +182,29 @@ def test_a_wrong_answer_never_counts(gold: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["1 m ", "Total ", "1.", "12 hours ", "5%", r"\text{a}", "(A)", "²", "sin", "3…", "1:"]
+    "piece",
+    [
+        "1 m ",
+        "Total ",
+        "1.",
+        "12 hours ",
+        "5%",
+        r"\text{a}",
+        "(A)",
+        "²",
+        "sin",
+        "3…",
+        "1:",
+        "x=1,",
+        "^{0.5}",
+        r"\dot1",
+        r"\\",
+        "1 to ",
+        r"\binom1",
+        "3(1)",
+        r"\sin 1^\circ",
+        " ",
+    ],
 )
 def test_long_answers_of_these_spellings_are_read_in_time(piece: str) -> None:
     """The time limit of a test ends a search that takes exponential time."""
