@@ -21,7 +21,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from atroposlib.utils.waiting import LOG_EVERY
@@ -176,6 +176,7 @@ class Worker:
             "model": self.settings.model,
             "max_tokens": max_tokens,
             "seconds": self.options.lease_seconds,
+            "follows": [one.name for one in fields(ReferenceSettings)],
         }
         try:
             return self.service.call("POST", "/reference/lease", body)

@@ -121,7 +121,10 @@ def test_every_start_of_the_pages_is_understood(
     ("page", "words"), list(script_lines("quickstart.sh")), ids=lambda value: str(value)[:60]
 )
 def test_every_quick_start_of_the_pages_is_understood(page: str, words: list[str]) -> None:
-    with mock.patch.object(quickstart_options, "visible_gpus", return_value=tuple(range(8))):
+    with (
+        mock.patch.object(quickstart_options, "visible_gpus", return_value=tuple(range(8))),
+        mock.patch.object(quickstart_options, "check_model", side_effect=str),
+    ):
         assert quickstart_options.parse(words)
 
 

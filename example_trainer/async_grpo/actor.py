@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import signal
 import socket
@@ -36,6 +37,7 @@ from example_trainer.launcher.roles import environment_file
 #
 # Standard library alone: actors are made often, and must be light.
 
+logger = logging.getLogger(__name__)
 PYTHON = "{python}"
 """Stands in a command for the interpreter of the node on which it is started."""
 
@@ -383,8 +385,13 @@ class RoleProcess:
             offset: bytes of its log that the driver has.
 
         Raises:
-            NodeProblem: its log is not there any more.
+            NodeProblem: its log is not there any more. One failure could have another cause, so it
+                is read twice.
         """
+        try:
+            return self._look(url, offset)
+        except OSError as error:
+            logger.warning("%s: %s; its log %s is read again", self._name, error, self.log)
         try:
             return self._look(url, offset)
         except OSError as error:

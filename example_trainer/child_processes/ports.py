@@ -19,6 +19,8 @@ from example_trainer.child_processes.processes import ProcessError
 LOWEST, HIGHEST = 20_000, 32_000
 """Below Linux's range for outgoing connections (32768 and up), so that none of those takes a port
 in between."""
+DEFAULT_RENDEZVOUS = 29_500
+"""Port of trainers and of torchrun. They take it without a reservation."""
 
 
 def is_free(port: int) -> bool:
@@ -97,7 +99,7 @@ class PortReservations:
         """
         for _ in range(200):
             port = random.randrange(LOWEST, HIGHEST)
-            if self.take(port):
+            if port != DEFAULT_RENDEZVOUS and self.take(port):
                 return port
         raise ProcessError(
             f"found no free TCP port between {LOWEST} and {HIGHEST}: see which processes listen there (ss -ltn)"

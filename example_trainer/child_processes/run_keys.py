@@ -44,12 +44,17 @@ def make_keys(run: Path, environment: Mapping[str, str], running: bool) -> dict[
         running: parts of the run live, with the keys that are in the file.
 
     Raises:
-        ProcessError: the shell names another key than the living parts have, or the file cannot be
-            written.
+        ProcessError: the shell names another key than the living parts have, their key is nowhere, or
+            the file cannot be written.
     """
     old = read_keys(run)
     keys = {}
     for name in (SERVICE, VLLM):
+        if running and not (environment.get(name) or old.get(name)):
+            raise ProcessError(
+                f"{run / KEYS_FILE} has no {name}, with which parts of the run live: put the file back, set {name} in this "
+                "shell, or stop them first"
+            )
         keys[name] = environment.get(name) or old.get(name) or secrets.token_urlsafe(32)
         if running and old and keys[name] != old.get(name):
             raise ProcessError(

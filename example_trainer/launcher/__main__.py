@@ -157,6 +157,9 @@ def follow(arguments: list[str]) -> int:
     made.add_argument("--no-follow", action="store_true", help="print those and end")
     given = made.parse_args(arguments)
     run = given.run.expanduser().absolute()
+    if not run.is_dir():
+        say(f"nothing was started in {run}: pass --run with the folder of a run")
+        return 1
     logs.show(
         run, chosen(given.parts, logs.parts_with_logs(run)), given.lines, not given.no_follow, say
     )

@@ -29,6 +29,8 @@ class LauncherError(ProcessError):
 ROOT = Path(__file__).resolve().parents[2]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+LOCAL_OWNERS = ("assets", "runs")
+"""Folders of this project that hold models. No owner of models on the hub is meant by them."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -105,6 +107,12 @@ def check_model(model: str) -> str:
                 "checkpoint"
             )
         return str(folder.resolve())
+    if model.split("/")[0] in LOCAL_OWNERS:
+        beside = sorted(found.parent.name for found in folder.parent.glob("*/config.json"))
+        raise LauncherError(
+            f"--model {model}: no such folder (seen from {Path.cwd()}); "
+            + (f"{folder.parent} has {', '.join(beside)}" if beside else "check the path")
+        )
     if HUB_ID.fullmatch(model):
         return model
     raise LauncherError(

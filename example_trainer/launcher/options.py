@@ -291,7 +291,12 @@ def options_with_values() -> list[Option]:
         *machine_options(),
         ("steps", "100", "optimizer steps", positive_int),
         ("lr", None, "learning rate", learning_rate),
-        ("batch-size", None, "sequences in a micro-batch of the trainer", positive_int),
+        (
+            "batch-size",
+            None,
+            "sequences of an optimizer step, divided by the trainer's --gradient-accumulation-steps",
+            positive_int,
+        ),
         (
             "restart-interval",
             "3",
@@ -532,8 +537,16 @@ def last_start(run: Path) -> StackOptions:
             f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start without "
             "--resume"
         ) from None
+    except FileNotFoundError:
+        raise LauncherError(
+            f"nothing that could go on was started in {run}: {OPTIONS_FILE} is not there. If the folder of a living run "
+            "was removed, end its processes with scripts/stop.sh. Then start without --resume"
+        ) from None
     except (OSError, ValueError) as error:
-        raise LauncherError(f"nothing that could go on was started in {run} ({error})") from None
+        raise LauncherError(
+            f"{run / OPTIONS_FILE} cannot be read ({error}): start without --resume, and with the options of the last "
+            "start. commands.sh beside it has its commands"
+        ) from None
 
 
 def grown(before: StackOptions, servers: int, visible: tuple[int, ...]) -> StackOptions:

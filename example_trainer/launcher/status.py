@@ -7,8 +7,10 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 from atroposlib.utils.processes import is_stopped
 from example_trainer.child_processes.guard import descendants
@@ -66,6 +68,7 @@ class Status:
         step_at: Unix time of that step.
         queue: groups that wait in the rollout service; None if it cannot be asked.
         refusing: the reason for which the rollout service refuses new groups; empty if it takes them.
+        shut_out: how the rollout service refuses the key of the run's folder; empty if it takes it.
         fleet: what every vLLM server serves.
         page: address on which a person sees the run; empty while the rollout service is down.
     """
@@ -76,6 +79,7 @@ class Status:
     step_at: float | None = None
     queue: int | None = None
     refusing: str = ""
+    shut_out: str = ""
     fleet: Fleet = field(default_factory=Fleet)
     page: str = ""
 
@@ -83,7 +87,7 @@ class Status:
     def good(self) -> bool:
         """Something was started, nothing is down or unwell, and no vLLM server is kept out."""
         rows_are_good = bool(self.rows) and all(row.good for row in self.rows)
-        return rows_are_good and self.fleet.good and not self.refusing
+        return rows_are_good and self.fleet.good and not self.refusing and not self.shut_out
 
     def to_json(self) -> dict[str, Any]:
         """For scripts."""
@@ -102,11 +106,11 @@ def collect(run: Path) -> Status:
     rows = [look_at(record, records) for record in found]
     servers = [port for part, port in ports.items() if kind_of(part) == "vllm"]
     key, service, page = read_keys(run).get(SERVICE, ""), "", ""
-    queue, refusing = None, ""
+    queue, refusing, shut_out = None, "", ""
     if "service" in ports:
         service = f"http://localhost:{ports['service']}"
         page = f"{service}/ui"
-        queue, refusing = queue_of(service, key)
+        queue, refusing, shut_out = queue_of(service, key)
     step, step_at = last_step(run / "trainer" / "metrics.jsonl")
     return Status(
         rows=rows,
@@ -115,6 +119,7 @@ def collect(run: Path) -> Status:
         step_at=step_at,
         queue=queue,
         refusing=refusing,
+        shut_out=shut_out,
         fleet=look(service, key, [f"http://localhost:{port}" for port in servers]),
         page=page,
     )
@@ -166,16 +171,22 @@ def served_version(port: int) -> int | None:
     return None
 
 
-def queue_of(service: str, key: str) -> tuple[int | None, str]:
-    """Return how many groups wait in the rollout service, and why it refuses more (empty: it does
-    not).
+def queue_of(service: str, key: str) -> tuple[int | None, str, str]:
+    """Ask the rollout service for its groups.
+
+    Returns:
+        The number that waits, or None if that is not known. Why it refuses more; empty if it takes them.
+        Its answer to a wrong key; empty if the key is right.
     """
     try:
         answer = get_json(f"{service}/stats", PROBE_SECONDS, key)
         store = answer.get("store") or {}
-        return int(answer["queue"]["groups"]), str(store.get("refusing_posts") or "")
+        return int(answer["queue"]["groups"]), str(store.get("refusing_posts") or ""), ""
+    except HTTPError as error:
+        refused = error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.TOO_MANY_REQUESTS)
+        return None, "", f"{error.code} {error.reason}" if refused else ""
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None, ""
+        return None, "", ""
 
 
 def last_step(metrics: Path) -> tuple[int | None, float | None]:
@@ -245,6 +256,11 @@ def table(status: Status, run: Path, now: float) -> str:
     ]
     if status.refusing:
         lines.append(f"the service refuses new groups: {status.refusing}")
+    if status.shut_out:
+        lines.append(
+            f"the service refuses the key {SERVICE} of {run / KEYS_FILE} ({status.shut_out}): put back the file that it was "
+            "started with, or stop and start the run"
+        )
     if to_resume := [row.part for row in status.rows if row.state == "down"]:
         options = "" if run == ROOT / RUN else f" --run {shlex.quote(str(run))}"
         lines.append(

@@ -35,13 +35,11 @@ ENVIRONMENT_FLAGS = (
 def guide_shell(folder: Path) -> Iterator[TypedShell]:
     """A shell whose vLLM forks its engine and its ranks.
 
-    Where one of the guide's ports is taken, another takes its place.
+    Other ports take the place of the guide's. Programs that run beside the test may take their
+    defaults, which are the same, without a reservation, between a look and the server's start.
     """
-    with PortReservations() as reserved:  # no other test picks one of them in the meantime
-        ports = {
-            port: port if reserved.take(port) else reserved.pick()
-            for port in (SERVICE, VLLM, RENDEZVOUS)
-        }
+    with PortReservations() as reserved:
+        ports = {port: reserved.pick() for port in (SERVICE, VLLM, RENDEZVOUS)}
         shell = TypedShell(folder, {"OMP_NUM_THREADS": "1", **FORKED_ENGINES}, ports)
         try:
             yield shell

@@ -155,7 +155,7 @@ def test_another_vllm_is_refused_with_the_command(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
         ConfigError,
-        match=r"^vLLM 0\.34\.0 is installed, but only .*`pip install vllm==0\.26\.0` on a machine",
+        match=r"^vLLM 0\.34\.0 is installed, but only .*`pip install vllm==0\.33\.0` on a machine",
     ):
         require_vllm()
     bridge = RestartBridge(TrainerConfig.model_validate({"model_name": "x"}), StopSignal())

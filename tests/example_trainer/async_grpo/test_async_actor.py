@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from example_trainer.async_grpo.actor import (
     PYTHON,
     Launch,
+    Look,
     NodeNeeds,
     NodeProblem,
     RoleProcess,
@@ -126,6 +128,24 @@ def test_a_log_that_cannot_be_written_is_one_line_with_what_to_do(tmp_path: Path
     assert said.endswith(
         "; make it writable for who runs Ray there, or give another logging.folder"
     )
+
+
+def test_a_log_that_fails_once_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat = RoleProcess("role", str(tmp_path))
+    found, failures = seat.look(), [OSError(errno.EBADF, "Bad file descriptor")]
+
+    def look(url: str, offset: int) -> Look:
+        if failures:
+            raise failures.pop()
+        return found
+
+    monkeypatch.setattr(seat, "_look", look)
+    assert seat.look() is found
+    failures.extend(OSError(errno.EIO, "I/O error") for _ in range(2))
+    with pytest.raises(NodeProblem, match="cannot be read: I/O error; look at that disk"):
+        seat.look()
 
 
 def test_no_free_port_is_one_line_with_what_to_do(

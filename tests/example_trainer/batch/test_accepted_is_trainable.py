@@ -152,6 +152,7 @@ def test_what_the_service_accepts_the_trainer_trains_on(fields: list[tuple[str, 
             "answer is an integer of 1329 bits: an integer must lie between",
         ),
         (f'"answer":{"[" * 101}{"]" * 101}', ["answer"], "more than 100 levels"),
+        (f'"answer":{"[" * 1000}{"]" * 1000}', ["answer"], "more than 100 levels"),
         ('"answer":"\\ud800"', [], "Invalid JSON"),
     ],
 )

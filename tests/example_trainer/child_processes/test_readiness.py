@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.child_processes.ports import HIGHEST, LOWEST, PortReservations, is_free
+from example_trainer.child_processes.ports import (
+    DEFAULT_RENDEZVOUS,
+    HIGHEST,
+    LOWEST,
+    PortReservations,
+    is_free,
+)
 from example_trainer.child_processes.processes import (
     ProcessDied,
     ProcessError,
@@ -95,6 +101,16 @@ def test_http_probe_of_nobody() -> None:
     assert missing is not None
     assert missing.startswith(f"GET {url}: ")
     assert "refused" in missing
+
+
+def test_a_port_that_programs_take_without_a_reservation_is_not_picked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = iter([DEFAULT_RENDEZVOUS, DEFAULT_RENDEZVOUS + 1, DEFAULT_RENDEZVOUS + 1])
+    monkeypatch.setattr("random.randrange", lambda *_: next(drawn))
+    monkeypatch.setattr("example_trainer.child_processes.ports.is_free", lambda port: True)
+    with PortReservations(tmp_path / "ports") as ports:
+        assert ports.pick() == DEFAULT_RENDEZVOUS + 1
 
 
 def test_two_runs_never_pick_the_same_port(tmp_path: Path) -> None:

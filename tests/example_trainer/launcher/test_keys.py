@@ -25,6 +25,8 @@ from example_trainer.launcher.records import (
     variables_of,
 )
 from example_trainer.launcher.stack import Stack
+from example_trainer.launcher.status import PartStatus, Status, queue_of, table
+from tests.http_server import HttpServer
 
 
 def mode(path: Path) -> int:
@@ -58,6 +60,29 @@ def test_keys_of_the_shell_win_but_not_over_parts_that_live(tmp_path: Path) -> N
         make_keys(tmp_path, {VLLM: "third"}, running=True)
     assert "third" not in str(caught.value)
     assert read_keys(tmp_path)[VLLM] == "second"
+
+
+def test_new_keys_are_not_made_beside_parts_that_live(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path, {}, running=False)
+    (tmp_path / KEYS_FILE).unlink()
+    with pytest.raises(
+        ProcessError, match=rf"{KEYS_FILE} has no {VLLM}.* put .* back.* or stop them first"
+    ):
+        make_keys(tmp_path, {SERVICE: keys[SERVICE]}, running=True)
+    assert not (tmp_path / KEYS_FILE).exists()
+    assert make_keys(tmp_path, keys, running=True) == keys
+
+
+@pytest.mark.parametrize(("answer", "told"), [(401, "401 Unauthorized"), (500, ""), (200, "")])
+def test_a_service_that_refuses_the_key_is_not_well(answer: int, told: str) -> None:
+    with HttpServer(lambda request: (answer, {"queue": {"groups": 5}})) as server:
+        queue, refusing, shut_out = queue_of(server.url, "other")
+    assert (queue, refusing, shut_out) == (5 if answer == 200 else None, "", told)
+    row = PartStatus("service", "up", "healthy", True, 1, 0.0, 1, "log", "")
+    status = Status(rows=[row], shut_out=shut_out)
+    assert status.good == (not told)
+    told_how = f"refuses the key {SERVICE} of /run/{KEYS_FILE} (401 Unauthorized): put back"
+    assert (told_how in table(status, Path("/run"), 1.0)) == bool(told)
 
 
 @given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0\r"), min_size=1))

@@ -55,6 +55,7 @@ def test_gpus_are_dealt_out(
         (["--vllm-gpus", "7"], "GPU 7 is not there"),
         (["--environment", "nowhere.py"], "--environment nowhere.py"),
         (["--model", "./nowhere"], "--model ./nowhere"),
+        (["--model", "runs/nowhere"], "--model runs/nowhere: no such folder"),
         (["vllm", "--bridge", "restart", "--cpu"], "the trainer starts vLLM itself"),
     ],
 )
@@ -214,13 +215,22 @@ def test_resume_takes_the_options_of_the_last_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--resume"], "nothing that could go on was started in"),
+        (
+            ["--resume"],
+            r"nothing that could go on was started in .*: options\.json is not there\. .*stop\.sh\.",
+        ),
         (["--resume", "--steps", "3"], "leave --steps out"),
     ],
 )
 def test_resume_says_what_is_in_its_way(tmp_path: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(LauncherError, match=message):
         parse(["--run", str(tmp_path), *arguments])
+
+
+def test_options_that_were_spoilt_are_told(tmp_path: Path) -> None:
+    (tmp_path / "options.json").write_text("")
+    with pytest.raises(LauncherError, match=r"options\.json cannot be read .*without --resume"):
+        parse(["--run", str(tmp_path), "--resume"])
 
 
 def test_resume_knows_the_parts_that_there_were(tmp_path: Path) -> None:
