@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -48,7 +49,11 @@ class Trip:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Trace calls within the block."""
+        """Trace calls within the block.
+
+        An earlier trip's garbage goes first: a generator that is collected is entered once more.
+        """
+        gc.collect()
         threading.setprofile(self.note)
         sys.setprofile(self.note)
         try:

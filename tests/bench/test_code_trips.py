@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from bench.call_trip import ROOT, Trip
 from bench.code_trips import service_trips, train_trip
 from bench.weight_trips import weight_trips
+from environments.arithmetic_server import training_problems
 
 MAX_FILES = {"post_group": 10, "get_batch": 10}
 MAX_TRAINER_FILES = 24
@@ -65,3 +67,17 @@ def test_only_calls_into_the_traced_folders_count() -> None:
         "changes": 2,
         "names": ["atroposlib/a.py", "environments/c.py"],
     }
+
+
+def test_garbage_of_an_earlier_trip_does_not_count() -> None:
+    def forget_a_suspended_generator() -> None:
+        problems = training_problems(1)
+        next(problems)
+        cycle: list[object] = [problems]
+        cycle.append(cycle)
+
+    trip = Trip()
+    forget_a_suspended_generator()
+    with trip.traced():
+        gc.collect()
+    assert trip.files == set()
