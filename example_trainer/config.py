@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -62,6 +63,24 @@ def split_commas(value: Any) -> Any:
         return value
     return [name for part in value for name in str(part).split(",") if name]
 
+
+Names = Annotated[list[str], BeforeValidator(split_commas)]
+"""Names, which commas may separate."""
+
+
+def checked_addresses(value: list[str]) -> list[str]:
+    """Return addresses of servers as `host:port`.
+
+    Raises ValueError if one is not an address, or comes twice.
+    """
+    servers = [authority(*host_and_port(server)) for server in value]
+    if len(set(servers)) != len(servers):
+        raise ValueError(f"{', '.join(value)} names a server twice")
+    return servers
+
+
+Addresses = Annotated[Names, AfterValidator(checked_addresses)]
+"""Servers as `host:port`, each once."""
 
 # The model, and its layout over ranks.
 
@@ -121,21 +140,12 @@ class LoraOptions(Section):
     lora_dropout: float = Field(
         0.0, ge=0, lt=1, description="lora_only: share of the adapters' inputs that are dropped"
     )
-    lora_target_modules: list[str] = Field(
+    lora_target_modules: Annotated[
+        Names, Field(min_length=1), AfterValidator(lambda value: list(parse_targets(value)))
+    ] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        min_length=1,
         description="lora_only: projections that get an adapter; all-linear: every one",
     )
-
-    @field_validator("lora_target_modules", mode="before")
-    @classmethod
-    def _split_targets(cls, value: Any) -> Any:
-        return split_commas(value)
-
-    @field_validator("lora_target_modules")
-    @classmethod
-    def _known_projections(cls, value: list[str]) -> list[str]:
-        return list(parse_targets(value))
 
 
 class ParallelOptions(Section):
@@ -553,7 +563,7 @@ class BridgeOptions(Section):
         "none",
         description="how vLLM gets the new weights: from checkpoints, directly, as LoRA adapters, or by a parameter server",
     )
-    parameter_servers: list[str] = Field(
+    parameter_servers: Addresses = Field(
         [], description="parameter_server: host:port of each of them"
     )
     push_every: int = Field(
@@ -571,7 +581,7 @@ class BridgeOptions(Section):
     )
     vllm_host: HostName = Field("localhost", description="vLLM server's host")
     vllm_port: int = Field(9001, ge=1, le=65535, description="vLLM server's port")
-    vllm_servers: list[str] = Field(
+    vllm_servers: Addresses = Field(
         [],
         description="host:port of every vLLM server, if there are several; instead of vllm-host and vllm-port",
     )
@@ -623,16 +633,6 @@ class BridgeOptions(Section):
         120.0, gt=0, description="seconds that each phase of a weight update may take"
     )
 
-    @field_validator("vllm_servers", "parameter_servers", mode="before")
-    @classmethod
-    def _split_servers(cls, value: Any) -> Any:
-        return split_commas(value)
-
-    @field_validator("vllm_servers", "parameter_servers")
-    @classmethod
-    def _addresses(cls, value: list[str]) -> list[str]:
-        return checked_addresses(value)
-
     @field_validator("vllm_command", "vllm_args")
     @classmethod
     def _no_key_in_a_command(cls, value: str | None) -> str | None:
@@ -643,17 +643,6 @@ class BridgeOptions(Section):
     def vllm_addresses(self) -> list[tuple[str, int]]:
         """Host, as it stands in a URL, and port of each vLLM server."""
         return list(map(host_and_port, self.vllm_servers)) or [(self.vllm_host, self.vllm_port)]
-
-
-def checked_addresses(value: list[str]) -> list[str]:
-    """Return addresses of servers as `host:port`.
-
-    Raises ValueError if one is not an address, or comes twice.
-    """
-    servers = [authority(*host_and_port(server)) for server in value]
-    if len(set(servers)) != len(servers):
-        raise ValueError(f"{', '.join(value)} names a server twice")
-    return servers
 
 
 # Files that a run leaves behind: checkpoints and figures.

@@ -96,7 +96,7 @@ def rates(
     tokens alone, and attention.
     """
     forwarded, peak = len(bin_.tokens), PEAK_FLOPS * seconds / passes
-    counted = step_flops(g, forwarded, len(bin_.targets), bin_.packing().attended_pairs)
+    counted = step_flops(g, forwarded, len(bin_.targets), bin_.packing.attended_pairs)
     return {
         "seconds": round(seconds, 5),
         "forwarded_tokens_per_second": round(ranks * passes * forwarded / seconds, 1),

@@ -144,9 +144,7 @@ class EvaluationFeed:
 
     def close(self) -> None:
         """End the thread and the connection."""
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
+        self._end()
         self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():  # else its request would end in an error of its own
             self._http.close()
@@ -164,9 +162,10 @@ class EvaluationFeed:
                 self._answered = number
                 self._changed.notify_all()
 
-    def _read(self) -> bool:
+    def _read(self) -> None:
         """Ask once, and again from the beginning if the service no longer has its last entry: it
-        was restarted empty, and numbers from the beginning. Return whether it answered."""
+        was restarted empty, and numbers from the beginning.
+        """
         last = self._last
         try:
             keys = self._request(0 if last is None else last[0] - 1)
@@ -174,8 +173,6 @@ class EvaluationFeed:
                 self._request(0)
         except Exception as error:  # noqa: BLE001 - named in the log; the thread and the training go on
             self._warn(_kind(error), f"{type(error).__name__}: {error}")
-            return False
-        return True
 
     def _request(self, after: int) -> set[tuple[int, float]] | None:
         """Put what is new among the evaluations behind this id where `take` finds it. The keys of

@@ -126,21 +126,9 @@ class PackedBin:
         """
         return len(self.targets) == 0
 
-    def packing(self) -> Packing:
-        """Where its spans are, on the device of its tokens; the same object each time, which keeps
-        what it has worked out.
-        """
-        return self._packing
-
-    def sequences(self) -> Packing | None:
-        """The trained tokens as spans, one for each sequence; None for an empty bin.
-
-        The same object each time.
-        """
-        return self._sequences
-
     @cached_property
-    def _packing(self) -> Packing:
+    def packing(self) -> Packing:
+        """Where its spans are, on the device of its tokens."""
         packing = Packing(self.lengths.tolist(), self.tokens.device, self.parents.tolist())
         if self.routed.shape[1]:
             packing.routed = self.routed
@@ -149,16 +137,22 @@ class PackedBin:
         return packing
 
     @cached_property
-    def _sequences(self) -> Packing | None:
-        if not len(self.counts):
+    def sequences(self) -> Packing | None:
+        """The trained tokens as spans, one for each sequence; None for an empty bin."""
+        if self.empty:
             return None
         return Packing(self.counts.tolist(), self.tokens.device)
+
+    @property
+    def sequence(self) -> Tensor:
+        """[n] int64, ascending: which of the bin's sequences each trained token is of."""
+        return self.targets if self.sequences is None else self.sequences.numbers
 
     def device_tensors(self) -> list[Tensor]:
         """All that a pass reads on the device of the tokens, what the packings work out for it
         included.
         """
-        packings = [self.packing(), self.sequences()]
+        packings = [self.packing, self.sequences]
         worked_out = [
             tensor
             for packing in packings
@@ -760,14 +754,14 @@ def part_of(bin: PackedBin, sequences: Sequence[int]) -> tuple[PackedBin, Tensor
     ends = bin.counts.cumsum(0).tolist()
     rows = torch.cat([torch.arange(ends[i] - int(bin.counts[i]), ends[i]) for i in sequences])
     sources = bin.sources.cpu()[rows]
-    begins = torch.tensor(bin.packing().begins)
+    begins = torch.tensor(bin.packing.begins)
     spans = torch.searchsorted(begins, sources, right=True) - 1
     kept = _with_parents(spans.tolist(), bin.parents.tolist())
     places = torch.full((len(bin.lengths),), NO_PARENT)
     places[kept] = torch.arange(len(kept))
     new_begins = torch.cat((torch.zeros(1, dtype=torch.int64), bin.lengths[kept].cumsum(0)))
     tokens = torch.cat(
-        [torch.arange(begin, end) for begin, end in map(bin.packing().spans().__getitem__, kept)]
+        [torch.arange(begin, end) for begin, end in map(bin.packing.spans().__getitem__, kept)]
     )
     parents = bin.parents[kept]
     on_device, of_sequences = rows.to(device), torch.tensor(sequences)

@@ -196,7 +196,7 @@ def figures_of(
         targets_with_logprobs=sum(int(one["rollout_logprobs"].isfinite().sum()) for one in bins),
         targets_with_reference=sum(int(one["reference_logprobs"].isfinite().sum()) for one in bins),
         sequence_tokens=sum(len(s.tokens) for s in batch.sequences if s.order in forwarded),
-        attended_pairs=sum(one.packing().attended_pairs for one in bins),
+        attended_pairs=sum(one.packing.attended_pairs for one in bins),
         bins=len(bins),
         rewards=_means(batch, environments or {}, lambda sequence: sequence.score),
         uses_mean=_mean(uses),

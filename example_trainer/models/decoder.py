@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from example_trainer.errors import ModelError
-from example_trainer.models.head import chosen_logprobs_of, default_chunk
+from example_trainer.models import head
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
 from example_trainer.models.router import Routers
@@ -561,25 +561,12 @@ class Decoder(nn.Module):
         Returns:
             See `Operations.chosen_logprobs`.
         """
-        weight, total = self.output_weight, self._head_total()
-        chunk = chunk or default_chunk(hidden.device)
-        split, vocab = self.split, self.geometry.vocab_size
-        if counts is None:  # a rank without targets still has a gradient, of zeros, to hand on
-            return chosen_logprobs_of(
-                hidden, weight, targets, chunk, temperature, total, split, vocab, entropy_gradient
-            )
-        return self.arithmetic.ops.chosen_logprobs(
-            hidden,
-            weight,
-            targets,
-            counts,
-            chunk,
-            temperature,
-            total,
-            entropy_gradient,
-            split,
-            vocab,
-        )
+        # A rank without targets still has a gradient, of zeros, to hand on.
+        compute = head.chosen_logprobs if counts is None else self.arithmetic.ops.chosen_logprobs
+        return compute(
+            hidden, self.output_weight, targets, counts, chunk or head.default_chunk(hidden.device),
+            temperature, self._head_total(), entropy_gradient, self.split, self.geometry.vocab_size,
+        )  # fmt: skip
 
     def logits(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
         """Return the logits of every position. For small inputs; training never makes them.

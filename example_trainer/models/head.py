@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from example_trainer.models.packing import Packing
 from example_trainer.models.shards import Split, Total, add_product, deliver, wide
 
 
@@ -151,36 +152,27 @@ def _place(targets: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, targets - first, 0)
 
 
-def chosen_logprobs_of(
+def chosen_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    counts: Packing | None = None,
     chunk: int = 1024,
     temperature: float | Tensor = 1.0,
     total: Total | None = None,
+    entropy_gradient: bool = False,
     split: Split | None = None,
     vocab_size: int | None = None,
-    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of given tokens, and the entropy of the distributions they were chosen from.
-    Collective if split.
+    """See Operations.chosen_logprobs; float64 for float64.
 
     Two float32 tables of `chunk` × vocab exist at a time, at most; the backward pass makes the
     logits again.
 
     Args:
-        hidden: [targets, hidden] states that predict the targets; the same on every rank, and so is
-            their gradient.
-        weight: [vocab, hidden], the output matrix, or this rank's rows of it, padding included; its
-            gradient is computed only if it requires one.
-        targets: [targets] int64 ids.
-        chunk: targets at a time.
-        temperature, total, entropy_gradient: see `Operations.chosen_logprobs`.
-        split, vocab_size: over which ranks the rows are split, and the size of the whole
-            vocabulary.
-
-    Returns:
-        See `Operations.chosen_logprobs`; float64 for float64.
+        hidden: the same on every rank, and so is its gradient.
+        weight: its gradient is computed only if it requires one.
+        counts: not used: a chunk has exactly `chunk` targets, whichever sequences they are of.
     """
     check_temperature(temperature, targets)
     split = split or Split()

@@ -132,8 +132,8 @@ class Packing:
     @cached_property
     def numbers(self) -> Tensor:
         """[tokens] int64, the number of each token's span."""
-        spans = torch.arange(len(self.lengths))
-        return self._sent(spans.repeat_interleave(torch.tensor(self.lengths)))
+        tokens = torch.arange(self.tokens, device=self.device, dtype=torch.int32)
+        return torch.searchsorted(self.cu_seqlens[1:], tokens, right=True)
 
     @cached_property
     def key_rows(self) -> Tensor | None:

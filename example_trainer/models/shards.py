@@ -299,6 +299,20 @@ def _zeros(parameter: Tensor) -> Tensor:
     return torch.zeros(parameter.shape, dtype=_sum_dtype(parameter), device=parameter.device)
 
 
+def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the first row of a parameter that a rank holds, and how many.
+
+    The rows are cut as `torch.chunk` cuts them: the last chunks are shorter, or empty.
+
+    Args:
+        rows: of the whole parameter.
+        size: over how many ranks they are spread.
+    """
+    chunk = -(-rows // size)
+    first = min(rank * chunk, rows)
+    return first, min(chunk, rows - first)
+
+
 class Shards:
     """One process holds every parameter whole. The base of the other ways, which spread them.
 

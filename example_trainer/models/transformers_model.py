@@ -427,20 +427,3 @@ class TransformersModel(Decoder):
             yield collected
         finally:
             hook.remove()
-
-
-def checkpoint_tensors(model: Decoder) -> dict[str, Tensor]:
-    """Return each tensor of the model's checkpoint, by its name there, as a view of the parameter
-    that holds it.
-
-    Raises:
-        ModelError: the parameters are spread over ranks.
-    """
-    if model.shards.spread:
-        raise ModelError("a parameter that is spread over ranks has no view of a checkpoint tensor")
-    held = model.held_tensors()
-    return {
-        part.name: part.view(held[name].detach())
-        for name, planned in parameters(model.geometry).items()
-        for part in planned.tensors
-    }

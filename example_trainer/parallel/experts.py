@@ -275,7 +275,7 @@ class SpreadExperts(nn.Module):
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
         way = exchange.way(owners)
-        tags = _spans(packing)[order // count] * exchange.experts + flat[order] % exchange.experts
+        tags = packing.numbers[order // count] * exchange.experts + flat[order] % exchange.experts
         rows: Tensor = _Rows.apply(x, order, places, count)
         rows = _Sent.apply(rows, way)
         outputs, parts = self._computed(rows, way.send(tags), way.received)
@@ -317,12 +317,6 @@ class SpreadExperts(nn.Module):
         if apart.kept is None:
             return outputs, outputs.detach()[None]
         return outputs, apart.kept
-
-
-def _spans(packing: Packing) -> Tensor:
-    """[tokens] int64: the span of each token."""
-    numbers = torch.arange(packing.tokens, device=packing.cu_seqlens.device, dtype=torch.int32)
-    return torch.searchsorted(packing.cu_seqlens[1:], numbers, right=True)
 
 
 def spread_experts(model: Decoder, mesh: DeviceMesh) -> list[SpreadExperts]:

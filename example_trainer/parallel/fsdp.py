@@ -23,7 +23,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.ops import choose_operations
-from example_trainer.models.shards import PassGradients, Shards, Sums, add_in_order, sum_in_order
+from example_trainer.models.shards import (
+    PassGradients,
+    Shards,
+    Sums,
+    add_in_order,
+    rows_of,
+    sum_in_order,
+)
 from example_trainer.models.transformers_layout import TransformersGeometry
 from example_trainer.parallel.experts import expert_mesh, spread_experts
 from vllm_patching.weights.families import Geometry, parameters
@@ -67,9 +74,8 @@ class FsdpShards(Shards):
         return self._whole_shapes[name]
 
     def take(self, name: str, whole: Tensor, block: int = 1) -> Tensor:
-        chunk = -(-whole.shape[0] // self._size)
-        start = min(self._rank * chunk, whole.shape[0])
-        return whole[start : start + chunk]
+        first, count = rows_of(len(whole), self._rank, self._size)
+        return whole[first : first + count]
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         shape = self._whole_shapes[name]
@@ -81,20 +87,15 @@ class FsdpShards(Shards):
 
     def local_shape(self, name: str, rank: int, block: int = 1) -> tuple[int, ...]:
         rows, *width = self._whole_shapes[name]
-        chunk = -(-rows // self._size)
-        return (
-            max(0, min(chunk, rows - rank * chunk)),
-            *width[:-1],
-            *(last // block for last in width[-1:]),
-        )
+        count = rows_of(rows, rank, self._size)[1]
+        return (count, *width[:-1], *(last // block for last in width[-1:]))
 
     def joined(self, name: str, parts: Sequence[Tensor], block: int = 1) -> Tensor:
         return torch.cat(list(parts))
 
     def ranges(self, name: str, local: Tensor) -> Sequence[tuple[int, Tensor]]:
         rows, *width = self._whole_shapes[name]
-        chunk = -(-rows // self._size)
-        return [(min(self._rank * chunk, rows) * math.prod(width), local)]
+        return [(rows_of(rows, self._rank, self._size)[0] * math.prod(width), local)]
 
     def total(self, values: Tensor) -> Tensor:
         return add_in_order(values, self._mesh.get_group())

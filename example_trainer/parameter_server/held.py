@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from example_trainer.errors import TrainerError
-from example_trainer.models.shards import Shards
+from example_trainer.models.shards import Shards, rows_of
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import (
     FlatSlice,
@@ -39,13 +39,6 @@ COPIES = 2
 
 class HeldMemoryShortage(TrainerError):
     """The copies do not fit. The message names bytes needed and free."""
-
-
-def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """The first row of a parameter that a shard holds, and how many."""
-    chunk = -(-rows // size)
-    first = min(rank * chunk, rows)
-    return first, min(chunk, rows - first)
 
 
 def held_manifest(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator
 
 from atroposlib.web.addresses import HttpAddress, ListeningHost
 from example_trainer.api_keys import from_variable, revealed
-from example_trainer.config import Section, checked_addresses, split_commas
+from example_trainer.config import Addresses, Names, Section
 
 
 class ParameterServerOptions(Section):
@@ -25,10 +25,10 @@ class ParameterServerOptions(Section):
         description="address to listen on; not given: 127.0.0.1, or 0.0.0.0 with the key of the vLLM servers",
     )
     port: int = Field(9101, ge=1, le=65535, description="port to listen on")
-    allow_host: list[str] = Field(
+    allow_host: Names = Field(
         [], description="further names by which this server may be called, without an API key"
     )
-    vllm_servers: list[str] = Field(
+    vllm_servers: Addresses = Field(
         [], description="host:port of the vLLM servers that get weights; others may join later"
     )
     part: str = Field(
@@ -84,16 +84,6 @@ class ParameterServerOptions(Section):
     log_dir: Path = Field(
         Path("logs"), description="folder for vllm_bridge_config.json (in parameter_server-PORT)"
     )
-
-    @field_validator("vllm_servers", "allow_host", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return split_commas(value)
-
-    @field_validator("vllm_servers")
-    @classmethod
-    def _addresses(cls, value: list[str]) -> list[str]:
-        return checked_addresses(value)
 
     @field_validator("part")
     @classmethod

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -668,16 +667,14 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     return MemoryPlan(lasting_items(request), moments(request))
 
 
-def free_memory(
-    device: torch.device, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> tuple[int, int]:
+def free_memory(device: torch.device) -> tuple[int, int]:
     """Bytes free and in all: of the GPU, or of RAM within the limit of this process's control
     group.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
-    return free_host_memory(proc, cgroup)
+    return free_host_memory()
 
 
 @dataclass(frozen=True)

@@ -96,17 +96,13 @@ class Kind:
         name: of the kind, such as `exp_avg`.
         dtype: of its elements.
         block: consecutive elements of the parameter for which there is one element.
-        shaped: makes the tensor's shape of the parameter's; not given: the same.
+        shape: makes the tensor's shape of the parameter's; not given: the same.
     """
 
     name: str
     dtype: torch.dtype = torch.float32
     block: int = 1
-    shaped: Callable[[Sequence[int]], tuple[int, ...]] = tuple
-
-    def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
-        """The tensor's shape, for a parameter of that shape."""
-        return self.shaped(parameter)
+    shape: Callable[[Sequence[int]], tuple[int, ...]] = tuple
 
 
 class HostArena:
@@ -350,9 +346,9 @@ FLOAT32_KINDS = (MASTER, Kind("exp_avg"), Kind("exp_avg_sq"))
 QUANTISED_KINDS = (
     MASTER,
     Kind("exp_avg_codes", torch.uint8),
-    Kind("exp_avg_scale", block=QUANTISED_BLOCK, shaped=scale_shape),
+    Kind("exp_avg_scale", block=QUANTISED_BLOCK, shape=scale_shape),
     Kind("exp_avg_sq_codes", torch.uint8),
-    Kind("exp_avg_sq_scale", block=QUANTISED_BLOCK, shaped=scale_shape),
+    Kind("exp_avg_sq_scale", block=QUANTISED_BLOCK, shape=scale_shape),
 )
 """As FLOAT32_KINDS, with moments in 8 bits: see quantised.py."""
 

@@ -195,7 +195,7 @@ class ReferenceScorer:
             device = self._model.output_weight.device
             moved = bin.handed_to(device)
             with torch.no_grad():
-                logprobs, _ = response_logprobs(self._model, moved, moved.packing(), self._config)
+                logprobs, _ = response_logprobs(self._model, moved, self._config)
             if not logprobs.isfinite().all():
                 raise NonFiniteError(
                     f"the reference {settings.model} computes NaN or infinity for {int((~logprobs.isfinite()).sum())} of "

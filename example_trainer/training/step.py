@@ -238,9 +238,7 @@ class BatchGradients:
         # All that is asked of the device is asked for here, where its want can be survived; nothing
         # once an update is taken.
         if number == 0:
-            self._known = [
-                [_Known(_sequence_of(one)) for one in bins] for bins in self._minibatches
-            ]
+            self._known = [[_Known(one.sequence) for one in bins] for bins in self._minibatches]
             figures = StepFigures(self._model.output_weight.device, self._optimizer.steps)
             if self._parity is not None:
                 self._parity.begin(self._optimizer.steps)
@@ -257,7 +255,7 @@ class BatchGradients:
         for bin, known in zip(self._minibatches[place], self._known[place], strict=True):
             self._stop.check()
             with self._counted(bin):
-                logprobs, entropy = response_logprobs(self._model, bin, bin.packing(), self._config)
+                logprobs, entropy = response_logprobs(self._model, bin, self._config)
             if number == 0:
                 self._compare(bin, logprobs)
                 known.proximal = logprobs.detach()
@@ -330,7 +328,7 @@ class BatchGradients:
             for bin in bins:
                 self._stop.check()
                 with torch.no_grad(), self._counted(bin):
-                    self._model(bin.tokens, bin.packing())
+                    self._model(bin.tokens, bin.packing)
                     self._model.shards.release(self._model)
             shares = counted.over_ranks(self._model.shards.sum_figures).shares()
             self._routers.begin_update(device)
@@ -349,9 +347,7 @@ class BatchGradients:
             for bin, known in zip(bins, knowns, strict=True):
                 self._stop.check()
                 with torch.no_grad():
-                    known.proximal, _ = response_logprobs(
-                        self._model, bin, bin.packing(), self._config
-                    )
+                    known.proximal, _ = response_logprobs(self._model, bin, self._config)
                     self._model.shards.release(self._model)
                 self._compare(bin, known.proximal)
 
@@ -365,7 +361,7 @@ class BatchGradients:
                 "tokens came without the reference's logprobs, and there is no reference; see Rules.reference"
             )
         with torch.no_grad():
-            logprobs, _ = response_logprobs(self._reference, bin, bin.packing(), self._config)
+            logprobs, _ = response_logprobs(self._reference, bin, self._config)
             self._reference.shards.release(self._reference)
         return logprobs
 
@@ -385,14 +381,6 @@ def passes_ahead(objective: Objective, parity: ParityCheck | None = None) -> boo
     return objective.correction.needs_proximal or parity is not None
 
 
-def _sequence_of(bin: PackedBin) -> Tensor:
-    spans = bin.sequences()
-    if spans is None:
-        return torch.zeros(0, dtype=torch.int64, device=bin.targets.device)
-    places = torch.arange(spans.tokens, device=bin.targets.device, dtype=torch.int32)
-    return torch.searchsorted(spans.cu_seqlens[1:], places, right=True)
-
-
 def _inputs(bin: PackedBin, known: _Known, logprobs: Tensor, entropy: Tensor) -> ObjectiveInputs:
     return ObjectiveInputs(
         logprobs=logprobs,
@@ -410,16 +398,16 @@ def _inputs(bin: PackedBin, known: _Known, logprobs: Tensor, entropy: Tensor) ->
 
 
 def response_logprobs(
-    model: Decoder, bin: PackedBin, packing: Packing, config: TrainerConfig
+    model: Decoder, bin: PackedBin, config: TrainerConfig
 ) -> tuple[Tensor, Tensor]:
     """Logprob and entropy ([n] float32 each) at the trained tokens; only these are projected to the
     vocabulary.
     """
-    hidden = model.arithmetic.ops.rows(model(bin.tokens, packing), bin.sources, packing)
+    hidden = model.arithmetic.ops.rows(model(bin.tokens, bin.packing), bin.sources, bin.packing)
     return model.chosen_logprobs(
         hidden,
         bin.targets,
-        bin.sequences(),
+        bin.sequences,
         config.logprob_chunk,
         bin["temperatures"],
         entropy_gradient=bool(config.entropy_coef),

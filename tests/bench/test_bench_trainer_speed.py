@@ -198,9 +198,9 @@ def test_plain_pytorch_computes_what_the_trainer_computes() -> None:
                 getattr(theirs, name).copy_(mine.get_submodule(source).weight)
     lengths = packed.lengths.tolist()
     expected, _ = ours.chosen_logprobs(
-        ours(packed.tokens, packed.packing())[packed.sources],
+        ours(packed.tokens, packed.packing)[packed.sources],
         packed.targets,
-        packed.sequences(),
+        packed.sequences,
         64,
         1.0,
     )
@@ -216,7 +216,7 @@ def test_a_bin_holds_the_sequences_that_were_asked_for(share: bool) -> None:
     packed = random_bin(work, 1024, CPU, seed=3)
     assert packed.counts.tolist() == [40] * work.sequences == [40] * 8
     assert len(packed.tokens) == (2 * (60 + 4 * 40) if share else 8 * 100)
-    assert packed.packing().longest == 100
+    assert packed.packing.longest == 100
     assert packed.positions.tolist() == list(range(60, 100)) * 8
 
 

@@ -62,7 +62,7 @@ def trainers_own(model: Decoder, batch: list[dict[str, Any]]) -> dict[tuple[int,
         share_prefixes=False,
     )  # fmt: skip
     with torch.no_grad():
-        found, _ = response_logprobs(model, bin, bin.packing(), CONFIG)
+        found, _ = response_logprobs(model, bin, CONFIG)
     rows = zip(bin.orders.tolist(), found.split(bin.counts.tolist()), strict=True)
     return {(group, i): row.numpy().tobytes() for (group, i), row in rows}
 

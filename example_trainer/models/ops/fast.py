@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from example_trainer.models.head import check_temperature, chosen_logprobs_of
+from example_trainer.models import head
+from example_trainer.models.head import check_temperature
 from example_trainer.models.ops import (
     fast_attention,
     fast_kernels,
@@ -471,7 +472,7 @@ def chosen_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    counts: Packing,
+    counts: Packing | None,
     chunk: int,
     temperature: float | Tensor = 1.0,
     total: Total | None = None,
@@ -481,9 +482,10 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """See Operations.chosen_logprobs. Ranks that split the rows exchange sums, never logits."""
     if split is not None and split.size > 1:
-        return chosen_logprobs_of(
-            hidden, weight, targets, chunk, temperature, total, split, vocab_size, entropy_gradient
-        )
+        return head.chosen_logprobs(
+            hidden, weight, targets, counts, chunk, temperature, total, entropy_gradient, split,
+            vocab_size,
+        )  # fmt: skip
     check_temperature(temperature, targets)
     inverse = (
         temperature.float().reciprocal() if isinstance(temperature, Tensor) else 1.0 / temperature

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from example_trainer.models.head import chosen_logprobs_of
+from example_trainer.models.head import chosen_logprobs as chosen_logprobs
 from example_trainer.models.packing import Packing
 from example_trainer.models.shards import Split, Total, add_product, summed, wide
 from vllm_patching.weights.families import Geometry, RopeScaling
@@ -330,23 +330,3 @@ def _total_of_expert(total: Total | None, expert: int) -> Total | None:
 def rows(x: Tensor, rows: Tensor, packing: Packing | None = None) -> Tensor:
     """See Operations.rows."""
     return x.index_select(0, rows)
-
-
-def chosen_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    counts: Packing | None,
-    chunk: int,
-    temperature: float | Tensor = 1.0,
-    total: Total | None = None,
-    entropy_gradient: bool = False,
-    split: Split | None = None,
-    vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See Operations.chosen_logprobs; chunks of exactly `chunk` targets, whichever sequences they
-    are of.
-    """
-    return chosen_logprobs_of(
-        hidden, weight, targets, chunk, temperature, total, split, vocab_size, entropy_gradient
-    )

@@ -204,7 +204,7 @@ class Operations(Protocol):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        counts: Packing,
+        counts: Packing | None,
         chunk: int,
         temperature: float | Tensor = 1.0,
         total: Total | None = None,
@@ -219,7 +219,7 @@ class Operations(Protocol):
             hidden: [targets, width] states that predict the targets.
             weight: [vocab, width], the output matrix, or this rank's rows of it, padding included.
             targets: [targets] int64 ids.
-            counts: how many of the targets belong to each sequence.
+            counts: how many of the targets belong to each sequence; None: all are of one.
             chunk: targets whose logits exist at the same time, about.
             temperature: divides the logits: one for all, or [targets] float32, which gets no
                 gradient.

@@ -173,15 +173,15 @@ def test_bins_keep_to_their_budget(batch: Batch, budget: int, ranks: int, share:
         one for share_of_rank in pack(batch, budget, ranks, share) for one in share_of_rank
     ):
         assert len(one.tokens) == int(one.lengths.sum())
-        assert one.packing().nested, "deterministic attention needs it"
+        assert one.packing.nested, "deterministic attention needs it"
         assert len(one.tokens) <= budget or len(one.counts) == 1 or one.empty
-        rows = one.packing().key_rows  # what attention lays keys and values out by
+        rows = one.packing.key_rows  # what attention lays keys and values out by
         keys = len(one.tokens) if rows is None else len(rows)
         assert keys <= SEEN_PER_TOKEN * max(budget, len(one.tokens)), (
             "what the memory plan counts on"
         )
         if not share:
-            assert one.packing().parents == (NO_PARENT,) * len(one.lengths)
+            assert one.packing.parents == (NO_PARENT,) * len(one.lengths)
 
 
 @given(
@@ -222,7 +222,7 @@ def test_one_rank_that_shares_nothing_sees_the_sequences_in_one_order_whatever_t
 
 
 def cost(one: PackedBin) -> int:
-    return 0 if one.empty else len(one.tokens) * PAIRS_PER_TOKEN + one.packing().attended_pairs
+    return 0 if one.empty else len(one.tokens) * PAIRS_PER_TOKEN + one.packing.attended_pairs
 
 
 @given(batches(), st.integers(100, 600), st.integers(2, 4))
@@ -364,8 +364,8 @@ def test_a_sequence_longer_than_the_budget_has_a_bin_of_its_own() -> None:
 def test_a_rank_without_work_takes_part_with_an_empty_bin() -> None:
     (ours,), (theirs,) = pack(Batch([rollout((0, 0), [1, 2, 3], [2])]), 100, ranks=2)
     assert (ours.empty, theirs.empty) == (False, True)
-    assert theirs.packing().tokens == 1
-    assert theirs.sequences() is None
+    assert theirs.packing.tokens == 1
+    assert theirs.sequences is None
     assert theirs.reference_pass.tolist() == ours.reference_pass.tolist() == [1], (
         "it takes part in the reference's pass too"
     )

@@ -150,7 +150,7 @@ def logprobs_by_tokens(bin: PackedBin) -> Tensor:
     """In a model's place: a number that each token's whole past decides, read through the spans as
     attention does.
     """
-    packing = bin.packing()
+    packing = bin.packing
     ends: list[list[int]] = []
     past: dict[int, list[int]] = {}
     for number, (begin, end) in enumerate(packing.spans()):

@@ -105,7 +105,7 @@ class Spread:
             max_tokens=128,
             share_prefixes=self.shares,
         )
-        assert self.shares == any(one.packing().shared for mine in packed for one in mine)
+        assert self.shares == any(one.packing.shared for mine in packed for one in mine)
         packed = [[one.to(self.optimizer.device) for one in mine] for mine in packed]
         return packed * self.ranks.world_size if split else packed
 

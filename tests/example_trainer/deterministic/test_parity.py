@@ -595,8 +595,8 @@ def test_logprobs_are_those_of_the_plain_operations(tmp_path: Path) -> None:
     plain = Decoder(SMALL, torch.float32)
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
-        ours, entropy = response_logprobs(model, packed, packed.packing(), config(tmp_path))
-        theirs, other = response_logprobs(plain, packed, packed.packing(), config(tmp_path))
+        ours, entropy = response_logprobs(model, packed, config(tmp_path))
+        theirs, other = response_logprobs(plain, packed, config(tmp_path))
     assert torch.equal(ours, packed["rollout_logprobs"])
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, other, atol=2e-5, rtol=1e-5)

@@ -46,7 +46,7 @@ def figures(
     found = {}
     for one in packed:
         with torch.no_grad():
-            both = torch.stack(response_logprobs(model, one, one.packing(), options), dim=1)
+            both = torch.stack(response_logprobs(model, one, options), dim=1)
         orders = one.orders.repeat_interleave(one.counts, dim=0)
         places = torch.cat((orders, one.positions[:, None]), dim=1).tolist()
         found |= {tuple(place): row for place, row in zip(places, both, strict=True)}
@@ -108,7 +108,7 @@ def test_one_wrong_bit_behind_a_shared_prompt_is_found(tmp_path: Path) -> None:
     packed["rollout_logprobs"][-1] = torch.nextafter(
         packed["rollout_logprobs"][-1], torch.tensor(0.0)
     )
-    logprobs, _ = response_logprobs(model, packed, packed.packing(), sharing(tmp_path))
+    logprobs, _ = response_logprobs(model, packed, sharing(tmp_path))
     number, position = int(packed.orders[-1, 1]), int(packed.positions[-1])
     place = f"first group 0, sequence {number}, position {position}"
     with pytest.raises(ParityError, match=f"1 of {len(logprobs)} tokens .*{place}"):

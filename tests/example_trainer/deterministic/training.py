@@ -194,7 +194,7 @@ def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) 
         share = options.shares_prefixes
         batch = rollouts(model, 100 * seed + step, step, shared=share)
         parts = minibatches(batch, tokens, options.minibatches, share)
-        assert share == any(one.packing().shared for part in parts for one in part)
+        assert share == any(one.packing.shared for part in parts for one in part)
         row = guarded_step(
             model, optimizer, parts, options, make_objective(options), StopSignal(), parity=parity
         )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.gpu.live_bytes import Meter
-from example_trainer.models.head import _place, chosen_logprobs_of
+from example_trainer.models.head import _place, chosen_logprobs
 
 
 class TestChosenLogprobs:
@@ -40,7 +40,7 @@ class TestChosenLogprobs:
         upstream = torch.randn(n, generator=generator)
         expected = self.naive(hidden, weight, targets, temperature)
         gradients = torch.autograd.grad(expected, (hidden, weight), upstream)
-        logprobs, entropy = chosen_logprobs_of(hidden, weight, targets, chunk, temperature)
+        logprobs, entropy = chosen_logprobs(hidden, weight, targets, None, chunk, temperature)
         ours = torch.autograd.grad(logprobs, (hidden, weight), upstream)
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
         for mine, theirs in zip(ours, gradients, strict=True):
@@ -56,11 +56,13 @@ class TestChosenLogprobs:
         weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
         targets = torch.tensor([0, 6, 3, 3, 1])
         assert torch.autograd.gradcheck(
-            lambda h, w: chosen_logprobs_of(h, w, targets, 2, 0.7)[0], (hidden, weight)
+            lambda h, w: chosen_logprobs(h, w, targets, None, 2, 0.7)[0], (hidden, weight)
         )
         temperatures = torch.tensor([0.5, 1, 1.7, 0.9, 1])
         assert torch.autograd.gradcheck(
-            lambda h, w: chosen_logprobs_of(h, w, targets, 2, temperatures, entropy_gradient=True),
+            lambda h, w: chosen_logprobs(
+                h, w, targets, None, 2, temperatures, entropy_gradient=True
+            ),
             (hidden, weight),
         )
 
@@ -71,8 +73,8 @@ class TestChosenLogprobs:
         hidden = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
         weight = torch.randn(11, 4, dtype=torch.float64, requires_grad=True)
         targets, temperatures = torch.randint(0, 11, (9,)), torch.linspace(0.4, 2, 9)
-        logprobs, entropy = chosen_logprobs_of(
-            hidden, weight, targets, 4, temperatures, entropy_gradient=True
+        logprobs, entropy = chosen_logprobs(
+            hidden, weight, targets, None, 4, temperatures, entropy_gradient=True
         )
         logits = hidden @ weight.t()
         table = (logits / temperatures[:, None]).log_softmax(-1)
@@ -89,7 +91,7 @@ class TestChosenLogprobs:
         hidden = torch.randn(20, 16, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(33, 16, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.randint(0, 33, (20,))
-        logprobs, entropy = chosen_logprobs_of(hidden, weight, targets, chunk=6)
+        logprobs, entropy = chosen_logprobs(hidden, weight, targets, chunk=6)
         logprobs.sum().backward()
         assert logprobs.dtype == entropy.dtype == torch.float32
         assert hidden.grad is not None
@@ -106,7 +108,7 @@ class TestChosenLogprobs:
 
         def gradient() -> tuple[torch.Tensor, int]:
             with Meter(torch.device("cpu")) as meter:
-                logprobs, _ = chosen_logprobs_of(hidden, weight, targets, chunk=2)
+                logprobs, _ = chosen_logprobs(hidden, weight, targets, chunk=2)
                 meter.reset()
                 logprobs.sum().backward()
             found, hidden.grad = hidden.grad, None
@@ -131,10 +133,11 @@ class TestChosenLogprobs:
                 torch.randn(vocab, 4).to(dtype),
             )
             with Meter(torch.device("cpu")) as meter:
-                logprobs, entropy = chosen_logprobs_of(
+                logprobs, entropy = chosen_logprobs(
                     hidden,
                     weight,
                     torch.zeros(n, dtype=torch.long),
+                    None,
                     chunk,
                     entropy_gradient=entropy_gradient,
                 )
@@ -160,7 +163,7 @@ class TestChosenLogprobs:
             return saved
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
-            chosen_logprobs_of(hidden, weight, torch.zeros(n, dtype=torch.long), chunk)
+            chosen_logprobs(hidden, weight, torch.zeros(n, dtype=torch.long), None, chunk)
         assert sorted(kept) == [n, n, n * 4, vocab * 4]
 
 

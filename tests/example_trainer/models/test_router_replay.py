@@ -99,14 +99,14 @@ def test_the_samplers_experts_are_used_whatever_the_trainers_are(shared: bool) -
     bin = packed(group(own), shared)
     assert (len(bin.lengths) == 4) == shared
     with torch.no_grad():
-        expected = model(bin.tokens, bin.packing())
+        expected = model(bin.tokens, bin.packing)
         replay = model.arithmetic.routing = RouterReplay(GEOMETRY.sparse_layers, 2)
         with replay.counting():
-            assert torch.equal(model(bin.tokens, bin.packing()), expected)
+            assert torch.equal(model(bin.tokens, bin.packing), expected)
         assert figure(replay) == {"rerouted_share": 0.0}
         others = packed(group([(one + 1) % 6 for one in own]), shared)
         with replay.counting():
-            hidden = model(others.tokens, others.packing())
+            hidden = model(others.tokens, others.packing)
         assert not torch.allclose(hidden, expected, atol=1e-3)
         share = figure(replay)["rerouted_share"]
         assert share is not None
@@ -125,7 +125,7 @@ def test_the_router_learns_from_the_probabilities_of_the_replayed_experts() -> N
         replay = model.arithmetic.routing = RouterReplay(GEOMETRY.sparse_layers, 2)
         model.gradient_checkpointing = again
         with replay.counting():
-            hidden = model(bin.tokens, bin.packing())
+            hidden = model(bin.tokens, bin.packing)
         hidden.square().sum().backward()
         shares.append(figure(replay))
         gradients.append(model.get_parameter("model.layers.0.mlp.gate.weight").grad)
@@ -139,7 +139,7 @@ def replayed(model: Decoder, bin: PackedBin) -> tuple[torch.Tensor, float]:
     """The hidden states that predict trained tokens, and the share of the rerouted ones."""
     replay = model.arithmetic.routing = RouterReplay(GEOMETRY.sparse_layers, 2)
     with torch.no_grad(), replay.counting():
-        hidden = model(bin.tokens, bin.packing())[bin.sources]
+        hidden = model(bin.tokens, bin.packing)[bin.sources]
     share = figure(replay)["rerouted_share"]
     assert share is not None
     return hidden, share
@@ -191,7 +191,7 @@ def test_a_sequence_that_goes_on_from_another_keeps_its_own_experts() -> None:
     states = []
     for shared in (False, True):
         bin = packed(posted, shared)
-        assert bin.packing().shared == shared
+        assert bin.packing.shared == shared
         hidden, _ = replayed(model, bin)
         states.append(dict(zip(bin.targets.tolist(), hidden, strict=True)))
     for token, hidden in states[0].items():
@@ -202,7 +202,7 @@ def test_a_part_of_a_bin_keeps_its_experts() -> None:
     model = decoder()
     bin = packed(group([chosen_by(model, PROMPT + answer) for answer in ANSWERS]), True)
     part, _ = part_of(bin, [1])
-    assert part.packing().routed is part.routed
+    assert part.packing.routed is part.routed
     assert part.routed.shape == (len(part.tokens), 4)
     places = [bin.tokens.tolist().index(token) for token in part.tokens.tolist()]
     assert torch.equal(part.routed, bin.routed[places])

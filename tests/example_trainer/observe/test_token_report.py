@@ -36,7 +36,7 @@ def apart(model: Decoder, bins: Any, options: Any) -> dict[tuple[int, int], tupl
     found = {}
     for one in bins:
         with torch.no_grad():
-            logprobs, entropy = response_logprobs(model, one, one.packing(), options)
+            logprobs, entropy = response_logprobs(model, one, options)
         rows = zip(
             logprobs.split(one.counts.tolist()), entropy.split(one.counts.tolist()), strict=True
         )

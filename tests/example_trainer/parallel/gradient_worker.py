@@ -84,10 +84,10 @@ def check_forward(model: Decoder, whole: Decoder, seed: int) -> None:
     """The spread model computes in bfloat16, with the bits of one process."""
     bin = bins_of(seed, model.geometry.vocab_size)[0][0]
     with torch.no_grad():
-        hidden = model(bin.tokens, bin.packing())
+        hidden = model(bin.tokens, bin.packing)
         model.shards.release(model)
         assert hidden.dtype == DTYPE
-        assert torch.equal(hidden, whole(bin.tokens, bin.packing()))
+        assert torch.equal(hidden, whole(bin.tokens, bin.packing))
 
 
 def check_update(model: Decoder, optimizer: MasterAdamW, offloaded: MasterAdamW) -> None:

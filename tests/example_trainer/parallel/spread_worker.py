@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from atroposlib.wire import TrainerSession
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, load_model
-from example_trainer.models.head import chosen_logprobs_of
+from example_trainer.models.head import chosen_logprobs
 from example_trainer.models.packing import Packing
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
@@ -105,7 +105,7 @@ def check_head(model: Decoder) -> None:
     found = model.chosen_logprobs(
         hidden, targets, Packing([7]), 3, temperatures, entropy_gradient=True
     )
-    expected = chosen_logprobs_of(hidden, whole, targets, 3, temperatures, entropy_gradient=True)
+    expected = chosen_logprobs(hidden, whole, targets, None, 3, temperatures, entropy_gradient=True)
     first, end = model.split.vocabulary_range(vocab)
     mine, part = torch.autograd.grad(found, (hidden, held), upstream)
     theirs, matrix = torch.autograd.grad(expected, (hidden, whole), upstream)

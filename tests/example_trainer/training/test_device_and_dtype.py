@@ -13,7 +13,7 @@ import torch
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.models.head import chosen_logprobs_of
+from example_trainer.models.head import chosen_logprobs
 from example_trainer.training.model import choose_device, choose_dtype
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -129,7 +129,7 @@ def cosine_to_float32(dtype: torch.dtype, tokens: int) -> float:
 
     def gradient(kind: torch.dtype) -> torch.Tensor:
         matrix = weight.to(kind).requires_grad_()
-        logprobs, _ = chosen_logprobs_of(hidden.to(kind), matrix, targets)
+        logprobs, _ = chosen_logprobs(hidden.to(kind), matrix, targets)
         (logprobs / tokens).sum().backward()
         assert matrix.grad is not None
         return matrix.grad.double().flatten()

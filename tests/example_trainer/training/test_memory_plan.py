@@ -19,7 +19,6 @@ from example_trainer.training.memory_plan import (
     Room,
     backward_activation_bytes,
     fitting_server_share,
-    free_memory,
     host_bytes,
     kept_activation_bytes,
     parameter_count,
@@ -28,6 +27,7 @@ from example_trainer.training.memory_plan import (
     require_memory,
     token_budget,
 )
+from example_trainer.training.optimizer import free_host_memory
 from tests.example_trainer.training.memory_cases import geometry, qwen_7b, qwen_14b, request
 from tests.geometries import geometry_of
 from vllm_patching.weights.families import Geometry
@@ -325,9 +325,9 @@ def test_free_memory_heeds_the_control_group(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text(
         "MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:  800 kB\nHugePages_Total: 0\n"
     )
-    assert free_memory(CPU, tmp_path, tmp_path / "none") == (800 * 1024, 1000 * 1024)
+    assert free_host_memory(tmp_path, tmp_path / "none") == (800 * 1024, 1000 * 1024)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("4096\n")
-    assert free_memory(CPU, tmp_path, tmp_path) == (800 * 1024, 1000 * 1024)
+    assert free_host_memory(tmp_path, tmp_path) == (800 * 1024, 1000 * 1024)
     (tmp_path / "memory.max").write_text("102400\n")
-    assert free_memory(CPU, tmp_path, tmp_path) == (102400 - 4096, 102400)
+    assert free_host_memory(tmp_path, tmp_path) == (102400 - 4096, 102400)

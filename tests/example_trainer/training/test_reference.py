@@ -57,7 +57,7 @@ def trainers_own(
     found = {}
     for bin in (one for bins in shares for one in bins if not one.empty):
         with torch.no_grad():
-            logprobs, _ = response_logprobs(model, bin, bin.packing(), CONFIG)
+            logprobs, _ = response_logprobs(model, bin, CONFIG)
         for (group, i), row in zip(
             bin.orders.tolist(), logprobs.split(bin.counts.tolist()), strict=True
         ):
@@ -302,7 +302,7 @@ def scored(groups: list[dict[str, Any]], reference: Decoder) -> list[dict[str, A
     rows = [[[1.0] * len(row) for row in group["tokens"]] for group in groups]
     for bin in bins_of(groups):
         with torch.no_grad():
-            found, _ = step.response_logprobs(reference, bin, bin.packing(), OPTIONS)
+            found, _ = step.response_logprobs(reference, bin, OPTIONS)
         counts = bin.counts.tolist()
         for (group, i), part, places in zip(
             bin.orders.tolist(), found.split(counts), bin.positions.split(counts), strict=True

@@ -169,7 +169,7 @@ def test_a_shared_prompt_counts_in_the_losses_of_routers_once_for_each_answer(
     whole, whole_row = gradients_of(packed(batch, options, 1000)[0], options, geometry=MIXTURE)
     for tokens in (70, 1000):
         bins = packed(batch, options, tokens, share=True)[0]
-        assert any(bin.packing().shared for bin in bins)
+        assert any(bin.packing.shared for bin in bins)
         parts, row = gradients_of(bins, options, geometry=MIXTURE)
         assert_same(parts, whole)
         assert comparable(row) == pytest.approx(comparable(whole_row), rel=1e-4)

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from example_trainer.algorithm.losses import LossInputs, LossSettings, grpo
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.models.head import chosen_logprobs_of
+from example_trainer.models.head import chosen_logprobs
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs, require_fitting_logprobs
 from tests.http_server import Answer, HttpServer, Request
@@ -146,8 +146,8 @@ def test_what_a_mode_that_does_not_fit_would_do() -> None:
 
     def gradient(rollout_temperature: float) -> torch.Tensor:
         matrix = weight.clone().requires_grad_()
-        logprobs, _ = chosen_logprobs_of(hidden, matrix, targets, temperature=0.6)
-        rollout, _ = chosen_logprobs_of(hidden, weight, targets, temperature=rollout_temperature)
+        logprobs, _ = chosen_logprobs(hidden, matrix, targets, temperature=0.6)
+        rollout, _ = chosen_logprobs(hidden, weight, targets, temperature=rollout_temperature)
         inputs = LossInputs(logprobs, rollout, advantages, one_sequence, 1)
         (found,) = torch.autograd.grad(grpo(inputs, LossSettings(0.2, 0.2)).losses.mean(), matrix)
         return found.flatten()
