@@ -427,38 +427,6 @@ class AlgorithmOptions(Section):
             return method.clip_eps
         return method.clip_eps_high
 
-    @model_validator(mode="after")
-    def _choices_agree(self) -> AlgorithmOptions:
-        method = self.method
-        if not is_import(method.advantages):
-            built_in("--advantages", method.advantages, ADVANTAGES)
-        bounds = BOUNDS.get(method.loss, ("clip_eps", "clip_eps_high", "dual_clip"))
-        for name in ("clip_eps", "clip_eps_high", "dual_clip"):
-            if getattr(self, name) is not None and name not in bounds:
-                has = " and ".join(map(flag_of, bounds)) or "no bounds"
-                raise ValueError(
-                    f"{flag_of(name)} has no part in --loss {self.loss}, which has {has}; leave it out"
-                )
-        if self.advantage_std and method.advantages not in DIVIDED:
-            raise ValueError(
-                f"--advantage-std has no part in --advantages {method.advantages}: only "
-                f"{', '.join(DIVIDED)} divide by a "
-                "standard deviation; leave it out"
-            )
-        if "advantage_beta" in self.model_fields_set and "advantages" not in self.model_fields_set:
-            raise ValueError(
-                f"--advantage-beta {self.advantage_beta:g} needs --advantages exponential"
-            )
-        if self.kl_in is not None and "kl_coef" not in self.model_fields_set:
-            raise ValueError(
-                f"--kl-in {self.kl_in} needs --kl-coef, without which no divergence is taken"
-            )
-        if self.ref_logprobs_from_workers and "kl_coef" not in self.model_fields_set:
-            raise ValueError(
-                "--ref-logprobs-from-workers needs --kl-coef, without which no divergence is taken"
-            )
-        return self
-
 
 class CorrectionOptions(Section):
     """Corrections for a sampler that is not the trainer"""
@@ -486,15 +454,6 @@ class CorrectionOptions(Section):
         description="leave out sequences whose KL to the sampler is larger, in nats per token; not given: none",
     )
 
-    @model_validator(mode="after")
-    def _bounds_are_used(self) -> CorrectionOptions:
-        if "correction_low" in self.model_fields_set and self.correction.endswith("truncate"):
-            raise ValueError(
-                f"--correction-low has no part in --correction {self.correction}, whose weights have an upper bound alone; "
-                "leave it out, or give token_mask or sequence_mask"
-            )
-        return self
-
 
 class LengthOptions(Section):
     """Lengths"""
@@ -520,15 +479,6 @@ class LengthOptions(Section):
         description="forward sequences whose advantage is 0 too; not given: only if something needs them",
     )
 
-    @model_validator(mode="after")
-    def _penalty_is_wanted(self) -> LengthOptions:
-        for name in ("overlong_buffer", "overlong_penalty"):
-            if name in self.model_fields_set and "truncated_answers" not in self.model_fields_set:
-                raise ValueError(
-                    f"{flag_of(name)} needs --truncated-answers penalise, which is {self.truncated_answers!r}"
-                )
-        return self
-
 
 class DistillationOptions(Section):
     """On-policy distillation"""
@@ -543,14 +493,6 @@ class DistillationOptions(Section):
         "advantage",
         description="whether it is taken off each token's advantage, or is part of the loss",
     )
-
-    @model_validator(mode="after")
-    def _distils(self) -> DistillationOptions:
-        if "distill_in" in self.model_fields_set and "distill_coef" not in self.model_fields_set:
-            raise ValueError(
-                f"--distill-in {self.distill_in} needs --distill-coef, without which there is no teacher"
-            )
-        return self
 
 
 # The way of the weights to vLLM.
@@ -796,6 +738,8 @@ class TrainerConfig(
     @model_validator(mode="after")
     def _options_agree(self) -> TrainerConfig:
         for is_broken, message in (
+            *self._algorithm_rules(),
+            *self._correction_rules(),
             *self._bridge_rules(),
             *self._restart_rules(),
             *self._parameter_server_rules(),
@@ -806,8 +750,55 @@ class TrainerConfig(
                 raise ValueError(message)
         return self
 
-    def _bridge_rules(self) -> Iterable[tuple[bool, str]]:
+    def _algorithm_rules(self) -> Iterable[tuple[bool, str]]:
         """Pairs of whether options contradict each other, and the error; here and below."""
+        method, given = self.method, self.model_fields_set
+        if not is_import(method.advantages):
+            built_in("--advantages", method.advantages, ADVANTAGES)
+        every = ("clip_eps", "clip_eps_high", "dual_clip")
+        bounds = BOUNDS.get(method.loss, every)
+        for name in every:
+            yield (
+                getattr(self, name) is not None and name not in bounds,
+                f"{flag_of(name)} has no part in --loss {self.loss}, which has "
+                f"{' and '.join(map(flag_of, bounds)) or 'no bounds'}; leave it out",
+            )
+        yield (
+            bool(self.advantage_std) and method.advantages not in DIVIDED,
+            f"--advantage-std has no part in --advantages {method.advantages}: only "
+            f"{', '.join(DIVIDED)} divide by a standard deviation; leave it out",
+        )
+        yield (
+            "advantage_beta" in given and "advantages" not in given,
+            f"--advantage-beta {self.advantage_beta:g} needs --advantages exponential",
+        )
+        yield (
+            self.kl_in is not None and "kl_coef" not in given,
+            f"--kl-in {self.kl_in} needs --kl-coef, without which no divergence is taken",
+        )
+        yield (
+            self.ref_logprobs_from_workers and "kl_coef" not in given,
+            "--ref-logprobs-from-workers needs --kl-coef, without which no divergence is taken",
+        )
+        yield (
+            "distill_in" in given and "distill_coef" not in given,
+            f"--distill-in {self.distill_in} needs --distill-coef, without which there is no teacher",
+        )
+
+    def _correction_rules(self) -> Iterable[tuple[bool, str]]:
+        given = self.model_fields_set
+        yield (
+            "correction_low" in given and self.correction.endswith("truncate"),
+            f"--correction-low has no part in --correction {self.correction}, whose weights have an upper bound alone; "
+            "leave it out, or give token_mask or sequence_mask",
+        )
+        for name in ("overlong_buffer", "overlong_penalty"):
+            yield (
+                name in given and "truncated_answers" not in given,
+                f"{flag_of(name)} needs --truncated-answers penalise, which is {self.truncated_answers!r}",
+            )
+
+    def _bridge_rules(self) -> Iterable[tuple[bool, str]]:
         flag, one_copy = "--use-shared-memory", "--single-copy"
         if self.colocate:
             one_copy = "--colocate"

@@ -104,7 +104,7 @@ class VLLMClient:
             raise ServerRefused(
                 f"{self.url} refused {what}: {_reason(response)}", response.status_code
             )
-        answer = _json_object(response)
+        answer = json_object(response)
         if answer is None:
             raise ServerRefused(
                 f"{self.url} answered {what} with no JSON object ({response.text[:80]!r}); is that a vllm_api_server.py?",
@@ -125,7 +125,7 @@ class VLLMClient:
             return None  # another thread has closed this client: the server has left
         if response.status_code != 200:
             return None
-        return _json_object(response)
+        return json_object(response)
 
     def why_not_serving(self) -> str:
         """Return the address of a server that cannot be sampled from now, and the reason in
@@ -199,7 +199,7 @@ class VLLMClient:
                     )
                 reason = _reason(response)
                 if response.status_code == 200:
-                    answer = _json_object(response)
+                    answer = json_object(response)
                     if answer is not None:
                         self._said_away = False
                         return answer
@@ -229,7 +229,8 @@ def _first_words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _json_object(response: httpx.Response) -> dict[str, Any] | None:
+def json_object(response: httpx.Response) -> dict[str, Any] | None:
+    """Return the body of an answer; None if it is not a JSON object."""
     try:
         answer = response.json()
     except ValueError:

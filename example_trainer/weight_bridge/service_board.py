@@ -10,6 +10,7 @@ import httpx
 
 from atroposlib.web.connections import direct_client
 from example_trainer.api_keys import ServerKeys
+from example_trainer.vllm_client import json_object
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class ServiceBoard:
                 logger.debug("no answer to POST %s/fleet: %s", self._url, what)
             return None
         status = answer.status_code
-        body = _json_object(answer) if status == 200 else None
+        body = json_object(answer) if status == 200 else None
         if body is None:
             self._say(
                 str(status), f"{status} {' '.join(answer.text[:200].split())}", _remedy(status)
@@ -91,14 +92,6 @@ class ServiceBoard:
                 "table or none; %s",
                 self._url, told, remedy,
             )  # fmt: skip
-
-
-def _json_object(answer: httpx.Response) -> dict[str, Any] | None:
-    try:
-        body = answer.json()
-    except ValueError:
-        return None
-    return body if isinstance(body, dict) else None
 
 
 def _remedy(status: int) -> str:
