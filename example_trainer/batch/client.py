@@ -520,7 +520,7 @@ class RolloutClient:
         if lease is not None:
             self._acknowledge(lease, weight_version, keep=True, report=report)
 
-    def settle(self, batch: TrainedBatch, weight_version: int) -> None:
+    def acknowledge_earlier(self, batch: TrainedBatch, weight_version: int) -> None:
         """Acknowledge a batch that an earlier trainer learned from, under that trainer's
         registration: before `register`, by which what was leased is handed out again.
 

@@ -240,7 +240,7 @@ class SampledBatches:
             )
 
     held: tuple[TrainedBatch, ...] = ()
-    owes = False
+    has_unacknowledged = False
 
     def begin(self, version: int) -> None:
         """Nothing is sampled before it is asked for."""

@@ -388,15 +388,18 @@ class Batches:
             self._longest_call,
         )
 
-    def heed(self, servers: SamplerLogprobs) -> None:
-        """See BatchReader.heed. Holds from the next batch on that is read; not collective."""
-        self._reader.heed(servers)
+    def use_server_modes(self, servers: SamplerLogprobs) -> None:
+        """See BatchReader.use_server_modes. Holds from the next batch on that is read.
 
-    def settle(self, batch: TrainedBatch, weight_version: int) -> None:
-        """See RolloutClient.settle."""
+        Not collective.
+        """
+        self._reader.use_server_modes(servers)
+
+    def acknowledge_earlier(self, batch: TrainedBatch, weight_version: int) -> None:
+        """See RolloutClient.acknowledge_earlier."""
         self._ranks.on_main(
             "acknowledging an earlier batch",
-            lambda: self._main.settle(batch, weight_version),
+            lambda: self._main.acknowledge_earlier(batch, weight_version),
             self._longest_call,
         )
 
@@ -446,7 +449,7 @@ class Batches:
         )
 
     @property
-    def owes(self) -> bool:
+    def has_unacknowledged(self) -> bool:
         """Return whether `release` has anything to report, skipped batches included.
 
         Not collective: of rank 0.

@@ -336,7 +336,7 @@ class BatchReader:
         )
         self._said: set[str] = set()
 
-    def heed(self, servers: SamplerLogprobs) -> None:
+    def use_server_modes(self, servers: SamplerLogprobs) -> None:
         """Refuse from now on what these servers' logprobs are not good for.
 
         Another thread may be reading a batch.

@@ -21,7 +21,7 @@ from example_trainer.models import Decoder
 from example_trainer.models.ops import invariant
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
-from example_trainer.weight_bridge.fleet_updates import at_once
+from example_trainer.weight_bridge.fleet_updates import call_all
 from example_trainer.weight_bridge.server import (
     BridgeServer,
     ParameterServer,
@@ -205,7 +205,7 @@ def _present_servers(config: TrainerConfig, stop: StopSignal | None) -> dict[str
         calls = {url: server.wait_for_info for url, server in servers.items()}
         limit = config.service_timeout + config.bridge_timeout
         least = min(config.min_servers, len(servers))
-        answers = at_once(calls, limit, config.server_patience, lambda there: len(there) >= least)
+        answers = call_all(calls, limit, config.server_patience, lambda there: len(there) >= least)
     finally:
         for server in servers.values():
             server.close()
@@ -225,7 +225,7 @@ def _server_behind(config: TrainerConfig, stop: StopSignal | None) -> tuple[str,
     try:
         calls = {url: server.wait_for_report for url, server in servers.items()}
         limit = config.service_timeout + config.bridge_timeout
-        answers = at_once(calls, limit, config.server_patience)
+        answers = call_all(calls, limit, config.server_patience)
     finally:
         for server in servers.values():
             server.close()

@@ -50,10 +50,10 @@ class ShareBoard(ServiceBoard):
 
     def publish(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]] | None:
         """See Board.publish."""
-        wishes = super().publish(rows)
-        if wishes is None:
+        membership = super().publish(rows)
+        if membership is None:
             return None
-        wanted, left = wishes
+        wanted, left = membership
         return [url for url in wanted if self._share.has(url)], left
 
 

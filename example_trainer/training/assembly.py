@@ -242,7 +242,7 @@ def begin_run(
     prefix = checkpoint_prefix(config)
     ranks.on_main("naming the run", lambda: mark_run(start.run, config.save_path, prefix))
     for batch in start.learned:
-        batches.settle(batch, optimizer.steps)
+        batches.acknowledge_earlier(batch, optimizer.steps)
     bridge.require(require_fitting_logprobs(config))
     ask_servers(config, ranks, bridge, batches)  # before there is anything to train on
     reference = None
@@ -261,7 +261,7 @@ def ask_servers(
 
     Collective.
     """
-    batches.heed(check_logprobs(config, ranks, bridge.server_urls))
+    batches.use_server_modes(check_logprobs(config, ranks, bridge.server_urls))
 
 
 def open_evaluations(

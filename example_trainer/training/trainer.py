@@ -141,7 +141,7 @@ class BatchSource(Protocol):
         """The held batches that are in the weights."""
 
     @property
-    def owes(self) -> bool:
+    def has_unacknowledged(self) -> bool:
         """Return whether there are any, skipped ones included."""
 
     def end_run(self) -> None:
@@ -322,7 +322,7 @@ class Trainer:
         """
 
         def complete() -> bool:
-            return self.batches.owes and not self.checkpoints.writing
+            return self.batches.has_unacknowledged and not self.checkpoints.writing
 
         def due() -> bool:
             return complete() or self.bridge.server_restarted()

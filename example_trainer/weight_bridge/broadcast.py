@@ -32,7 +32,7 @@ from example_trainer.weight_bridge.fleet_updates import (
     Member,
     UpdateGroup,
     Watch,
-    at_once,
+    call_all,
 )
 from example_trainer.weight_bridge.server import (
     BridgeServer,
@@ -252,7 +252,7 @@ class BroadcastBridge(WeightBridge):
         with self._keeper.lock:
             servers = [member.server for member in self._keeper.members.values()]
         looks = {one.url: partial(one.look, "/bridge/info", LOOK_SECONDS) for one in servers}
-        answers = at_once(looks, LOOK_SECONDS + 1.0).ok
+        answers = call_all(looks, LOOK_SECONDS + 1.0).ok
         return {url: info for url in looks if (info := answers.get(url)) is not None}
 
     def server_restarted(self) -> bool:

@@ -228,7 +228,7 @@ class Fleet:
         place.answers, place.hopeless, place.failures, place.silent_since = True, False, 0, None
         self._stand(place, Standing.GOOD, "", now)
 
-    def wish(
+    def change_members(
         self, wanted: Iterable[str], left: Iterable[str], now: float
     ) -> tuple[list[str], list[str]]:
         """Add servers beside the named ones, and remove others. Returns the new servers and the

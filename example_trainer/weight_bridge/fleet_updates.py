@@ -1,7 +1,7 @@
 """Rank 0's part of a fleet. It watches the servers between updates and chooses the servers of an
 update. It calls them all at the same time, and goes on without servers that fail.
 
-- `at_once` asks each server in a thread and goes on without the late ones. A later answer is
+- `call_all` asks each server in a thread and goes on without the late ones. A later answer is
   dropped; the thread ends with its request, which has the deadline of the server's client.
 - Rank 0 sends its decisions to the other ranks, so that all of them act alike; see broadcast.py.
 """
@@ -54,7 +54,7 @@ _POLL_SECONDS = 0.1
 _TICK_SECONDS = 1.5
 
 
-class Late(BridgeError):
+class TimedOut(BridgeError):
     """A server that the others did not wait for any longer."""
 
 
@@ -96,7 +96,7 @@ class Answers(Generic[T]):
             raise error
 
 
-def at_once(
+def call_all(
     calls: Mapping[str, Callable[[], T]],
     limit: float,
     patience: float | None = None,
@@ -144,7 +144,7 @@ def at_once(
                 reasons = (
                     dict.fromkeys(waiting, f"is {now - last:.0f} s behind the others") | reasons
                 )
-            answers.failed |= {url: Late(f"{url} {reason}") for url, reason in reasons.items()}
+            answers.failed |= {url: TimedOut(f"{url} {reason}") for url, reason in reasons.items()}
             waiting -= reasons.keys()
             continue
         if url in waiting:
@@ -348,7 +348,7 @@ def taken_over(state: Mapping[str, Any]) -> str:
 
 def is_away(error: BaseException) -> bool:
     """Return whether a failure means that the server does not answer."""
-    return isinstance(error, ServerSilent | Late)
+    return isinstance(error, ServerSilent | TimedOut)
 
 
 class Watch:
@@ -428,7 +428,7 @@ class Watch:
 
     def _look(self) -> None:
         calls = {url: member.state for url, member in self._members.items()}
-        states = at_once(calls, LOOK_SECONDS + 1.0, clock=self._clock).ok
+        states = call_all(calls, LOOK_SECONDS + 1.0, clock=self._clock).ok
         now = self._clock.now()
         evidence = {
             url: self._evidence(url, member, states.get(url), now)
@@ -539,7 +539,7 @@ class FleetKeeper:
             members, begun = dict(self.members), self._updates
             if self._updating and not forced:
                 return
-        states = at_once(
+        states = call_all(
             {url: member.state for url, member in members.items()}, LOOK_SECONDS + 1.0
         ).ok
         with self.lock:
@@ -626,16 +626,16 @@ class FleetKeeper:
             return
         with self.lock:
             rows = table(self.fleet)
-        wishes = self._board.publish(rows)
-        if wishes is None:
+        membership = self._board.publish(rows)
+        if membership is None:
             return
         with self.lock:
             if not self._updating:  # a server in an update stays until its end
-                self.wish(*wishes)
+                self.change_members(*membership)
 
-    def wish(self, wanted: Sequence[str], left: Sequence[str]) -> None:
+    def change_members(self, wanted: Sequence[str], left: Sequence[str]) -> None:
         """Add and remove servers, as others demand. `lock` is held; no update is made."""
-        came, went = self.fleet.wish(wanted, left, time.monotonic())
+        came, went = self.fleet.change_members(wanted, left, time.monotonic())
         for url in went:
             logger.info(
                 "[Fleet] %s has left: training goes on with %d servers", url, len(self.fleet.good)
@@ -815,7 +815,7 @@ class FleetUpdates:
         """
         members = self._keeper.members
         limit = self._longest_wait + self._timeout
-        answers = at_once(
+        answers = call_all(
             {url: member.ask for url, member in members.items()},
             limit,
             self.patience,
@@ -935,7 +935,7 @@ class FleetUpdates:
         others = self._others_wait(calls)
         limit = wait + self._timeout + _CALL_OFF_SECONDS
         try:
-            answers = at_once(calls, limit, self.patience, lambda ok: others or bool(ok))
+            answers = call_all(calls, limit, self.patience, lambda ok: others or bool(ok))
         finally:
             over.set()
         with self._keeper.lock:
@@ -1068,7 +1068,7 @@ class FleetUpdates:
         """Each member of a group."""
         others = self._others_wait(calls)
         limit = self._timeout + _CALL_OFF_SECONDS
-        return at_once(calls, limit, self.patience, lambda ok: others or bool(ok), watch.texts)
+        return call_all(calls, limit, self.patience, lambda ok: others or bool(ok), watch.texts)
 
     def _others_wait(self, urls: Collection[str]) -> bool:
         """Return whether good servers wait for these: in an update of all, other groups do."""
@@ -1103,7 +1103,7 @@ class FleetUpdates:
             absent: servers that did not come to the cohort.
             anew: a server that has ended the update joins again, too.
         """
-        states = at_once({url: self._keeper.members[url].state for url in urls}, 3.0).ok
+        states = call_all({url: self._keeper.members[url].state for url in urls}, 3.0).ok
         evidence = {
             url: self._evidence(url, states.get(url), failures.get(url), url in absent)
             for url in urls
@@ -1127,14 +1127,14 @@ class FleetUpdates:
         if broken is not None:
             text = f"{broken.text}, in the {self._phase} of version {self._version}"
             broken = replace(broken, text=text)
-        late = isinstance(self._failures.get(url), Late)
+        late = isinstance(self._failures.get(url), TimedOut)
         return replace(evidence, broken=broken, failure=failure, late=late, absent=absent)
 
     def _once_more(self, urls: Collection[str], reason: str, anew: bool) -> None:
         """Have servers forget the update, and send it to them again."""
         members = {url: self._keeper.members[url] for url in urls}
         calls = {url: partial(m.server.abort, m.epoch, reason) for url, m in members.items()}
-        answers = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
+        answers = call_all(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
         for url, member in members.items():
             self._again.add(url)
             # A server that did not answer forgets the update when it joins again.
@@ -1163,7 +1163,7 @@ class FleetUpdates:
                     text = f"{url} {reason.text}"
                     calls[url] = partial(member.server.quarantine, member.epoch, text)
             self._keeper.tell()
-        answers = at_once(calls, _CALL_OFF_SECONDS, self.patience, lambda _: True)
+        answers = call_all(calls, _CALL_OFF_SECONDS, self.patience, lambda _: True)
         for url, error in answers.failed.items():
             logger.info("[Fleet] %s does not know that it is quarantined: %s", url, error)
 

@@ -24,7 +24,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.vllm_client import QUICK_SECONDS, VLLMClient
-from example_trainer.weight_bridge.fleet_updates import at_once
+from example_trainer.weight_bridge.fleet_updates import call_all
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def check_logprobs(
 
     Returns:
         servers whose logprobs belong to what they sample from, servers whose logprobs do not, and
-        servers for which this is unknown: see BatchReader.heed.
+        servers for which this is unknown: see BatchReader.use_server_modes.
 
     Raises:
         ConfigError: a server's logprobs are not of the distribution that the trainer computes; the
@@ -82,7 +82,7 @@ def _check(config: TrainerConfig, urls: Sequence[str]) -> dict[str, list[str]]:
     servers = {
         url: VLLMClient(url, QUICK_SECONDS, revealed(config.vllm_api_key)) for url in urls or named
     }
-    answers = at_once(
+    answers = call_all(
         {url: partial(server.look, "/sampling") for url, server in servers.items()},
         2 * QUICK_SECONDS,
     )

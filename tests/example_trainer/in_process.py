@@ -186,7 +186,7 @@ class Trainers:
             checkpointing, "put_in_place", before="writing", after="written"
         )  # in the writing thread
         around(RolloutClient, "acknowledge", "acknowledging", "acknowledged", note_acknowledged)
-        around(RolloutClient, "settle", after="settled")
+        around(RolloutClient, "acknowledge_earlier", after="settled")
         around(RolloutClient, "end_run", before="ending")
 
     def _watch_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:

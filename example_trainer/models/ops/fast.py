@@ -128,11 +128,11 @@ class _Norm(torch.autograd.Function):
         total: Total | None,
     ) -> Any:
         x = x.contiguous()
-        y, summed = fast_kernels.norm(x, residual, weight, eps)
-        ctx.save_for_backward(summed, weight)
+        y, added = fast_kernels.norm(x, residual, weight, eps)
+        ctx.save_for_backward(added, weight)
         ctx.eps, ctx.total, ctx.fused = eps, total, residual is not None
         ctx.set_materialize_grads(False)
-        return (y, summed) if ctx.fused else y
+        return (y, added) if ctx.fused else y
 
     @staticmethod
     @once_differentiable
@@ -175,8 +175,8 @@ def add_rms_norm(
     total: Total | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See Operations.add_rms_norm."""
-    y, summed = _Norm.apply(x, residual, weight, eps, total)
-    return y, summed
+    y, added = _Norm.apply(x, residual, weight, eps, total)
+    return y, added
 
 
 class _Heads(torch.autograd.Function):

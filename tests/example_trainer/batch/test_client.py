@@ -156,11 +156,11 @@ def test_an_earlier_trainers_batch_is_acknowledged_in_its_name_and_before_regist
 ) -> None:
     server = scripted({"/batch/ack": [None, 500, {}, 409]})
     client = client_of(server.url)
-    client.settle(TrainedBatch(8, 77), 4)
+    client.acknowledge_earlier(TrainedBatch(8, 77), 4)
     assert server.seen == [("/batch/ack", {"batch_id": 8, "weight_version": 4, "uuid": 77})] * 3
-    client.settle(TrainedBatch(8, 77), 4)
+    client.acknowledge_earlier(TrainedBatch(8, 77), 4)
     assert "Batch 8 could not be acknowledged" in caplog.text
-    client.settle(TrainedBatch(9, None), 4)
+    client.acknowledge_earlier(TrainedBatch(9, None), 4)
     assert len(server.seen) == 4, "a number alone may be another service's"
 
 

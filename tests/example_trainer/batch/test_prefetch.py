@@ -203,9 +203,12 @@ class TestOrder:
         with pytest.raises(BatchError):
             batches.next(0)
         batches.acknowledge(0, skipped="nothing to train on", hold=True)
-        assert (batches.held, batches.owes, client.acknowledged) == ((), True, [])
+        assert (batches.held, batches.has_unacknowledged, client.acknowledged) == ((), True, [])
         batches.release()
-        assert (batches.owes, client.acknowledged) == (False, [(1, 0, "nothing to train on")])
+        assert (batches.has_unacknowledged, client.acknowledged) == (
+            False,
+            [(1, 0, "nothing to train on")],
+        )
 
     @settings(max_examples=30)
     @given(st.lists(st.booleans(), max_size=12), st.booleans())

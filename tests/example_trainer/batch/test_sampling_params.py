@@ -205,7 +205,7 @@ def test_processed_logprobs_of_a_temperature_that_nobody_said_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made = reader()
-    made.heed(SamplerLogprobs(processed=("http://two:9001",)))
+    made.use_server_modes(SamplerLogprobs(processed=("http://two:9001",)))
     made.read([at(0.5, 0.5)], 0)
     assert not caplog.records
     for _ in range(2):
@@ -255,7 +255,7 @@ def test_what_servers_say_of_their_logprobs_is_heeded(caplog: pytest.LogCaptureF
     made = reader()
     made.read([at(0.5, 0.5)], 0)
     assert not caplog.records
-    made.heed(SamplerLogprobs(unknown=("http://two:9001",)))
+    made.use_server_modes(SamplerLogprobs(unknown=("http://two:9001",)))
     for _ in range(2):
         made.read([at(1, 1)], 0)
         made.read([at(0.5, 0.5)], 0)
@@ -263,7 +263,7 @@ def test_what_servers_say_of_their_logprobs_is_heeded(caplog: pytest.LogCaptureF
     assert record.getMessage().startswith(
         "http://two:9001 cannot be asked which logprobs it hands out; they are taken to be of temperature 0.5"
     )
-    made.heed(RAW)
+    made.use_server_modes(RAW)
     made.read([at(1, 1)], 0)
     with pytest.raises(BatchError, match="http://one:9001"):
         made.read([at(0.5, 0.5)], 0)

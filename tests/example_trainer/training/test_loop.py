@@ -151,11 +151,11 @@ def test_a_server_that_was_restarted_is_asked_again_for_its_logprobs(
         bridge.joins += version == 2
         return real(bridge, version, *rest)
 
-    def heed(batches: Batches, servers: SamplerLogprobs) -> None:
+    def use_server_modes(batches: Batches, servers: SamplerLogprobs) -> None:
         heeded.append((len(trainers.line), servers.raw))
 
     monkeypatch.setattr(NoBridge, "sync", sync)
-    monkeypatch.setattr(Batches, "heed", heed)
+    monkeypatch.setattr(Batches, "use_server_modes", use_server_modes)
     monkeypatch.setattr(assembly, "check_logprobs", lambda config, ranks, urls: asked.pop())
     trainers.post(*range(STEPS))
     assert trainers.train()

@@ -333,11 +333,11 @@ def test_a_server_that_is_wanted_joins_and_one_that_leaves_goes(
     bridge = world.trainer()
     keeper, gone = bridge._keeper, world.servers[2]
     with keeper.lock:
-        keeper.wish([], [gone.url])
+        keeper.change_members([], [gone.url])
     world.step(bridge, 2)
     assert gone.url not in world.right(2)
     with keeper.lock:
-        keeper.wish([], [])
+        keeper.change_members([], [])
     until(bridge.server_restarted)
     bridge.keep_serving(lambda: None)
     assert len(world.right(2)) == 3

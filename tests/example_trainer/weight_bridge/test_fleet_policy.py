@@ -97,7 +97,7 @@ class FleetModel(RuleBasedStateMachine):
     def wishes_change(self, wanted: set[int], left: set[int]) -> None:
         self.wanted, self.left = {URLS[n] for n in wanted}, {URLS[n] for n in left}
         before = set(self.fleet.places)
-        came, went = self.fleet.wish(sorted(self.wanted), self.left, self.now)
+        came, went = self.fleet.change_members(sorted(self.wanted), self.left, self.now)
         for url in went:
             self.standings.pop(url, None)
         assert (
@@ -281,5 +281,5 @@ def test_no_server_is_blamed_for_the_time_in_which_the_trainer_was_stopped(
         return "here"
 
     threading.Timer(0.5, passed.set).start()
-    answers = fleet_updates.at_once({URLS[0]: lambda: "here", URLS[1]: answer}, LIMIT, PATIENCE)
+    answers = fleet_updates.call_all({URLS[0]: lambda: "here", URLS[1]: answer}, LIMIT, PATIENCE)
     assert (answers.failed, len(answers.ok)) == ({}, 2)
