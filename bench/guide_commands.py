@@ -4,6 +4,8 @@ has taken some steps.
     python bench/guide_commands.py headline --output DIR       14B: vLLM on the first GPUs, the trainer on the last one
     python bench/guide_commands.py single-copy --output DIR    14B: trainer and vLLM on the same two GPUs
     python bench/guide_commands.py multi-gpu --output DIR      14B: a trainer that sees two GPUs
+    python bench/guide_commands.py multi-gpu --shape qwen2.5-72b --server-gpus 2 --kill-server --output DIR
+                                                               72B: on eight GPUs; then vLLM is killed, and started again
     python bench/guide_commands.py legacy --output DIR         3B: checkpoints, and two restarts of vLLM
     CUDA_VISIBLE_DEVICES=0 python bench/guide_commands.py legacy --output DIR --trainer-flags "--vllm-gpus 1"   on two GPUs
     python bench/guide_commands.py headline --output DIR --dry-run    the starter model on the CPU: that it runs
@@ -28,18 +30,20 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 
-from bench.gpu.guide import COMMANDS, RENDEZVOUS, SERVICE, VLLM, TypedShell
+from bench.gpu.guide import COMMANDS, END_SECONDS, RENDEZVOUS, SERVICE, VLLM, TypedShell
 from bench.gpu.machine import describe
 from bench.gpu.memory_peaks import MemoryPeaks, gpu_memory, wait_until_free
 from bench.gpu.processes import NO_MULTICAST, BenchError, Task, tail
@@ -48,8 +52,10 @@ from bench.gpu.shapes import SHAPES, STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import RowsAsTheyCome
 from bench.measured import Options, command_line
+from example_trainer.child_processes.guard import descendants, send
 from example_trainer.child_processes.ports import PortReservations
 
+HTTP_SECONDS = 30.0
 GIGABYTE = 1e9
 _SERVES = re.compile(r"\[Bridge\] vLLM serves weight version (\d+) after ([\d.]+) s")
 _PLACE = re.compile(r"\[Bridge\] vLLM will run on .*")
@@ -184,17 +190,22 @@ class Guide:
     lines: tuple[str, ...]
     restarts: int = 0
 
-    def devices(self, gpus: int) -> tuple[str, str]:
-        """The GPUs of vLLM and of the trainer where there are so many; the trainer's are the last
-        ones.
+    def devices(self, gpus: int, servers: int = 0) -> tuple[str, str]:
+        """The GPUs of vLLM and of the trainer; the trainer's are the last ones.
+
+        Args:
+            gpus: of the machine.
+            servers: GPUs of vLLM, where the trainer has all others; 0: the part decides.
         """
         if self.trainer == "single copy trainer":
             return "0,1", "0,1"
         if not self.vllm:
             return "0", "0"
+        number = [str(gpu) for gpu in range(gpus)]
+        if servers:
+            return ",".join(number[:servers]), ",".join(number[servers:])
         trainers = 1 + (self.trainer == "multi-gpu trainer")
         servers = 1 + (gpus - trainers >= 2)
-        number = [str(gpu) for gpu in range(gpus)]
         return ",".join(number[:servers]), ",".join(number[gpus - trainers :])
 
 
@@ -254,17 +265,17 @@ class GuideCommands:
             guide, steps=args.steps or guide.steps, shape=args.shape or guide.shape
         )
         gpus = 0 if args.dry_run else torch.cuda.device_count()
-        self.vllm_gpus, self.trainer_gpus = self.guide.devices(gpus or guide.gpus)
+        self.vllm_gpus, self.trainer_gpus = self.guide.devices(gpus or guide.gpus, args.server_gpus)
         shown = ("part", "max_tokens", "group", "vllm_flags", "trainer_flags", "dry_run", "seconds")
         settings = {name: getattr(args, name) for name in shown} | {
             "shape": self.guide.shape,
             "steps": self.guide.steps,
         }
         settings |= {"vllm_gpus": self.vllm_gpus, "trainer_gpus": self.trainer_gpus}
-        self.results = Results(
-            args.output / f"guide_{args.part.replace('-', '_')}.json", settings=settings
-        )
+        name = args.name or f"guide_{args.part.replace('-', '_')}"
+        self.results = Results(args.output / f"{name}.json", settings=settings)
         self.found: dict[str, Any] = {}
+        self.vllm_flags: str = args.vllm_flags
         self.peaks = MemoryPeaks()
         self.next_progress = 0.0
 
@@ -325,10 +336,10 @@ class GuideCommands:
         flags += " --env.steps_per_eval 0 --openai.server_type vllm"
         try:
             self._type_services(flags)
-            self._type_training(model, self.args.vllm_flags)
+            self._type_training(model)
         except BenchError:
             trainer = self.shell.read("trainer.log_path")
-            if not (share := re.search(SMALLER_SHARE, trainer)) or self.args.vllm_flags:
+            if not (share := re.search(SMALLER_SHARE, trainer)) or self.vllm_flags:
                 raise
             self.found["refused_share_of_vllm"] = next(
                 line for line in trainer.splitlines() if share[0] in line
@@ -336,10 +347,13 @@ class GuideCommands:
             self._say(f"again with a smaller share: {self.found['refused_share_of_vllm']}")
             self.shell.kill()
             self._type_services(flags)
-            self._type_training(model, f"--gpu-memory-utilization {share[1]}")
+            self.vllm_flags = f"--gpu-memory-utilization {share[1]}"
+            self._type_training(model)
         rows = self._steps()
         self._say(f"{len(rows.rows)} steps")
         self._figures(rows)
+        if self.args.kill_server:
+            self.found["killed_server"] = self._heal(model, rows)
         if missing := self.found["missing_lines"]:
             raise BenchError(f"the logs lack {missing}")
         return self.found
@@ -352,25 +366,26 @@ class GuideCommands:
             COMMANDS["environment"].replace("environments/gsm8k_server.py", environment)
         )
 
-    def _type_training(self, model: Path, vllm_flags: str) -> None:
+    def _type_training(self, model: Path) -> None:
         if self.guide.vllm:
-            self._type_server(model, vllm_flags)
+            self.found["seconds_to_vllm"] = self._type_server(model)
         self._type_trainer(model)
 
-    def _type_server(self, model: Path, flags: str) -> None:
+    def _type_server(self, model: Path) -> float:
+        """Type vLLM's command; return the seconds until it answers."""
         ranks = len(self.vllm_gpus.split(","))
         if self.args.dry_run and self.guide.vllm != "single copy vllm":
             ranks = 1
         command = self._with_model(
             on_devices(COMMANDS[self.guide.vllm], self.vllm_gpus, ranks), model
         )
-        command = command.replace("vllm_api_server.py", f"vllm_api_server.py {flags}".rstrip())
+        command = command.replace(
+            "vllm_api_server.py", f"vllm_api_server.py {self.vllm_flags}".rstrip()
+        )
         self.shell.type(command)
         self._say(f"typed: {command}")
         ready = f"Uvicorn running on http://0.0.0.0:{self.shell.ports[VLLM]}"
-        self.found["seconds_to_vllm"] = round(
-            self._wait("vllm.log", ready, "vllm_api_server.py"), 1
-        )
+        return round(self._wait("vllm.log", ready, "vllm_api_server.py"), 1)
 
     def _type_trainer(self, model: Path) -> None:
         command = self._with_model(
@@ -414,6 +429,67 @@ class GuideCommands:
             rows.look()
             time.sleep(0.1)
         return rows
+
+    def _heal(self, model: Path, rows: RowsAsTheyCome) -> dict[str, Any]:
+        """Kill vLLM with all its processes, type its command again, and wait for two more steps.
+
+        Returns:
+            `seconds_to_vllm`: until it answers. `seconds_to_weights`: from then until it has the
+            weights of a step. `seconds_to_step`: from the kill until the first step is done whose
+            answers the new server may have sampled.
+
+        Raises:
+            BenchError: the trainer ended, or the time is over.
+        """
+        began, steps = time.monotonic(), len(rows.rows)
+        self._kill_server()
+        self.shell.answer("rm vllm.log", max(1.0, self._left()))  # or its old lines would count
+        found = {"seconds_to_vllm": self._type_server(model)}
+        ready = time.monotonic()
+        self._wait_until("the new server has no weights", self._server_has_weights)
+        found["seconds_to_weights"] = round(time.monotonic() - ready, 1)
+        self._wait_until("no two steps came", lambda: self._new_rows(rows) >= steps + 2)
+        return found | {
+            "seconds_to_step": round(rows.rows[steps + 1][0] - began, 1),
+            "steps": len(rows.rows),
+        }
+
+    def _kill_server(self) -> None:
+        """Kill the server's first process; the others must end by themselves.
+
+        Raises:
+            BenchError: one did not, in END_SECONDS.
+        """
+        first = self.shell.pids_of("vllm_api_server.py")
+        others = {pid for one in first for pid in descendants(one)}
+        for pid in first:
+            send(pid, signal.SIGKILL)
+        end = time.monotonic() + END_SECONDS
+        while left := (others | set(first)) & self.shell.pids().keys():
+            if time.monotonic() > end:
+                raise BenchError(f"{END_SECONDS:g} s after the kill of vLLM these run: {left}")
+            time.sleep(0.1)
+
+    def _server_has_weights(self) -> bool:
+        state = httpx.get(
+            f"http://127.0.0.1:{self.shell.ports[VLLM]}/bridge/state", timeout=HTTP_SECONDS
+        )
+        return bool(state.raise_for_status().json()["weight_version"])
+
+    @staticmethod
+    def _new_rows(rows: RowsAsTheyCome) -> int:
+        rows.look()
+        return len(rows.rows)
+
+    def _wait_until(self, lacking: str, there: Callable[[], bool]) -> None:
+        while not there():
+            if not self.shell.pids_of("grpo.py") or self._left() <= 0:
+                raise BenchError(
+                    f"{lacking}, after the kill of vLLM; the trainer's log ends with:\n"
+                    f"{tail(self.shell.folder / 'trainer.log_path')}"
+                )
+            self._idle()
+            time.sleep(0.1)
 
     def _restarts(self) -> int:
         return max(0, self.shell.read("trainer.log_path").count(SERVES) - 1)
@@ -521,8 +597,13 @@ def report(data: dict[str, Any]) -> str:
     ]
     row += [memory["trainer_gpu_gib"], memory["vllm_gpu_gib"], memory["host_gib"]]
     row += [data.get("clean_up", {}).get("seconds_until_nothing_was_left")]
-    legacy = [legacy_table(found)] if "starts" in found else []
-    return "\n".join([table(heads, [row]), str(found["plan"]), *legacy])
+    more = [legacy_table(found)] if "starts" in found else []
+    if healed := found.get("killed_server"):
+        more.append(
+            "vLLM killed: answers after {seconds_to_vllm} s, has weights {seconds_to_weights} s later; a step with "
+            "its answers {seconds_to_step} s after the kill".format_map(healed)
+        )
+    return "\n".join([table(heads, [row]), str(found["plan"]), *more])
 
 
 OPTIONS: Options = {
@@ -538,6 +619,16 @@ OPTIONS: Options = {
         "help": "folder for the random weights, used again if it has some",
     },
     "--shape": {"choices": SHAPES, "help": "another shape than the guide's"},
+    "--name": {"help": "of the results file (default: guide_PART)"},
+    "--server-gpus": {
+        "type": int,
+        "default": 0,
+        "help": "GPUs of vLLM where the trainer has all others (multi-gpu; default: at most two)",
+    },
+    "--kill-server": {
+        "action": "store_true",
+        "help": "kill vLLM after the steps, type its command again, and wait for two more steps",
+    },
     "--steps": {
         "type": int,
         "default": 0,

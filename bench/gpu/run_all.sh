@@ -56,6 +56,8 @@
 #   33-exact-steps-2      two: 200 steps of a server of two ranks with each of three trainers, twice, that must end in the same
 #                         weights. All at the same time under CUDA's MPS, which it starts, unless MPS=0. MODES names some of them
 #   33-exact-resumed-2    two: 40 steps, twice, one killed in the middle and resumed. MODES as above
+#   8-guide               eight: the guide's 72B run, ten steps, then vLLM is killed and started again. MODEL names the folder for the
+#                         random checkpoint of 145 GB, which is used again; DRY=1 takes the starter model on the CPU
 #   4-whole-run           four: 8B, vLLM over two and the trainer over two, ours and deterministic
 #   4-exact               four: a server with four ranks against trainers of one, and FSDP2 over two and four
 #   33-sampling-tp2       two: vLLM without the mode, in its own and in ours, over two GPUs
@@ -357,6 +359,18 @@ case $kind in
     [[ -z ${DRY:-} ]] || ranks=(--trainer-ranks 2)
     run 420 moe_update_fsdp3 bench/weight_sync.py --shape qwen3-30b-a3b "${ranks[@]}" --parts bridge --transfers direct --drawn \
       --cache-gib 6 --concurrency 64 --name "moe_update_fsdp3$version" ${tiny[@]+"${tiny[@]}"}
+    ;;
+  8-guide)
+    # Four GPUs of 141 GB cannot hold float32 masters and gradients of 72B: the trainer has six, with moments in 8 bits, and vLLM two.
+    guide=(--shape qwen2.5-72b --seconds 500 ${MODEL:+--checkpoint "$MODEL"})
+    if [[ -n ${DRY:-} ]]; then
+      guide=(--dry-run)
+    elif [[ $(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2> /dev/null || echo 0) -gt 170000 ]]; then
+      guide+=(--server-gpus 4)
+    else
+      guide+=(--server-gpus 2 --trainer-flags "--optimizer adamw-8bit")
+    fi
+    run 540 guide_72b bench/guide_commands.py multi-gpu --kill-server --name guide_72b "${guide[@]}"
     ;;
   33-moe-model)
     made=(--shape mixture --seconds 360)

@@ -228,6 +228,14 @@ def test_every_command_of_the_guide_is_found(guided: list[Documented]) -> None:
     }
 
 
+def test_72b_fits_on_eight_gpus_of_141_gb(guided: list[Documented]) -> None:
+    """Four of them cannot hold its float32 masters and gradients; six can, beside two of vLLM."""
+    (guide,) = [command for command in guided if "72B" in command.config.model_name]
+    config = guide.config.model_copy(update={"optimizer": "adamw-8bit"})
+    assert outcome(replace(guide, config=config, ranks=4), "141 GB") == "no: 8 GPUs"
+    assert outcome(replace(guide, config=config, ranks=6), "141 GB") == "offloaded and recomputed"
+
+
 def test_each_command_of_the_guide_runs_or_is_refused_with_what_makes_it_run(
     guided: list[Documented],
 ) -> None:
