@@ -132,7 +132,8 @@ class PackedBin:
         packing = Packing(self.lengths.tolist(), self.tokens.device, self.parents.tolist())
         if self.routed.shape[1]:
             packing.routed = self.routed
-        if packing.shared:
+        # Equal rollouts share a span that continues none. Each sequence ends with a span.
+        if packing.shared or len(self.counts) > len(self.lengths):
             packing.shared_by = self.shared_by
         return packing
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,20 @@ def test_a_shared_prompt_counts_in_the_losses_of_routers_once_for_each_answer(
         parts, row = gradients_of(bins, options, geometry=MIXTURE)
         assert_same(parts, whole)
         assert comparable(row) == pytest.approx(comparable(whole_row), rel=1e-4)
+
+
+def test_equal_rollouts_count_in_the_losses_of_routers_once_each() -> None:
+    """They share a span that continues none."""
+    first, *_ = parse_batch(make_groups(1, prompt_length=40), 64, 31).sequences
+    other = parse_batch(make_groups(2), 64, 31).sequences[-1]
+    batch = Batch([first, replace(first, order=(0, 1)), replace(other, order=(1, 0))])
+    options = config(router_balance_coef=0.5, router_z_coef=0.2)
+    whole, whole_row = gradients_of(packed(batch, options)[0], options, geometry=MIXTURE)
+    (shared,) = packed(batch, options, 1000, share=True)[0]
+    assert (len(shared.counts), len(shared.lengths)) == (3, 2)
+    ours, row = gradients_of([shared], options, geometry=MIXTURE)
+    assert_same(ours, whole)
+    assert comparable(row) == pytest.approx(comparable(whole_row), rel=1e-4)
 
 
 def test_empty_bins_add_nothing() -> None:
