@@ -7,6 +7,7 @@ one that has imported vLLM.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
+from vllm.v1.worker import cpu_worker  # noqa: F401 - every child needs it
 
 from tests.vllm_patching.worker.learn_layouts import assembled
 from vllm_patching.worker.model_layout import layout_of
@@ -54,8 +56,8 @@ def write(checkpoint: dict[str, torch.Tensor], worker: Any) -> list[str]:
     return sorted(taken)
 
 
-def serve(folder: Path) -> dict[str, Any]:
-    """Return the logprobs of both checkpoints."""
+def serve(folder: Path) -> tuple[LLM, dict[str, Any]]:
+    """Return vLLM, and the logprobs of both checkpoints."""
     llm = LLM(
         model=str(folder / "old"),
         skip_tokenizer_init=True,
@@ -69,16 +71,17 @@ def serve(folder: Path) -> dict[str, Any]:
     old = logprobs(llm)
     checkpoint = load_file(folder / "new" / "model.safetensors")
     (taken,) = llm.collective_rpc(partial(write, checkpoint))
-    return {"old": old, "new": logprobs(llm), "taken": taken, "held": sorted(checkpoint)}
+    return llm, {"old": old, "new": logprobs(llm), "taken": taken, "held": sorted(checkpoint)}
 
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
+    gc.freeze()  # vLLM collects garbage seven times per model, which would search all imports
     for name in names:
         child = os.fork()
         if child == 0:
             try:
-                result = serve(folder / name)
+                _llm, result = serve(folder / name)  # its shutdown would take as long as the rest
             except BaseException:  # noqa: BLE001 - the test shows it
                 result = {"error": traceback.format_exc()}
             (folder / name / "result.json").write_text(json.dumps(result))
