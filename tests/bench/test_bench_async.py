@@ -4,7 +4,6 @@ service.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from pathlib import Path
@@ -14,13 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import async_modes, async_scaling, parameter_server
-from bench.async_modes import REGIMES, found_in, work_of
+from bench import async_modes, async_scaling
+from bench.async_modes import found_in, work_of
 from bench.figure_tables import NAMED
 from bench.gpu.processes import BenchError
 from bench.measured import COMMIT_VARIABLE, put_into
 from bench.results_book import Book, FigureError
-from bench.sleeping_roles import Work, body_of
 from bench.sleeping_roles import work_of as work_at
 from bench.timeline_spans import Process, Span
 
@@ -70,11 +68,6 @@ def test_the_share_of_a_role_is_the_mean_over_its_processes() -> None:
     assert work_of(processes, 0, 100) == {"generator": {"generating": 0.75}}
 
 
-def test_regimes_go_from_on_policy_to_far_ahead() -> None:
-    bounds = [(regime.staleness, regime.ahead) for regime in REGIMES.values()]
-    assert bounds == [(0, 0), (1, 1), (1, -1), (2, -1), (4, -1)]
-
-
 @given(st.floats(100.0, 1e6), st.integers(1, 64), st.integers(1, 32), st.integers(1, 4096))
 def test_a_generator_asleep_samples_as_fast_as_its_model(
     rate: float, groups: int, group: int, tokens: int
@@ -82,15 +75,6 @@ def test_a_generator_asleep_samples_as_fast_as_its_model(
     work = work_at(rate, groups * group, group, tokens)
     assert work.in_flight == groups
     assert work.in_flight * work.group * work.tokens / work.seconds == pytest.approx(rate)
-
-
-def test_a_body_is_what_environments_post() -> None:
-    work = Work(1, 1.0, group=2, tokens=5)
-    body = json.loads(gzip.decompress(body_of(work, 3)))
-    assert [len(rows) for rows in body["tokens"] + body["masks"] + body["inference_logprobs"]] == [
-        5
-    ] * 6
-    assert body_of(work, 3) == body_of(work, 3) != body_of(work, 4)
 
 
 def test_a_shared_file_keeps_what_others_found(tmp_path: Path) -> None:
@@ -134,26 +118,6 @@ def test_sleeping_generators_against_a_real_service(
     assert rushed["post_ms"]["p50"] <= rushed["post_ms"]["p99"]
     book = Book(tmp_path)
     assert NAMED["async_full_at"](book).endswith(" of 32B")
-
-
-def test_a_parameter_servers_report_has_its_rates() -> None:
-    row = {
-        "push_ms": 50.2,
-        "pull_ms": 80.0,
-        "push_gb_per_second": 2.0,
-        "pull_gb_per_second": 1.25,
-        "updates": 5,
-    }
-    row |= {
-        "delivered_gb_per_second": 2.5,
-        "measured": {"commit": "abc", "date": "2026-11-23", "run": "one"},
-    }
-    data = {
-        "machine": {"gpus": ["a GPU"]},
-        "servers": {"2": row | {"model_bytes": 3.44e9}},
-        "measured": row["measured"],
-    }
-    assert "2.5" in parameter_server.report(data | {"load_average_before": [0.5]})
 
 
 def test_no_document_calls_another_run_the_same(tmp_path: Path) -> None:

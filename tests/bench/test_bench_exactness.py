@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from bench.gpu import exact_lengths, rollout_worker
-from bench.gpu.profile_worker import ProfiledCase
 
 pytestmark = pytest.mark.nightly
 
@@ -35,19 +34,6 @@ def test_exact_passes_repeat_and_have_their_kernels_in_a_table(
     assert written["ratios"]["512"].keys() == {"exact"}
     printed = capsys.readouterr().out
     assert f"x {exact['kernels'][0][0]}" in printed
-
-
-def test_every_length_has_every_way() -> None:
-    cases = exact_lengths.CASES
-    assert len(cases) == len(exact_lengths.LENGTHS) * len(exact_lengths.WAYS) == 6
-    assert {case.length for case in cases.values()} == {512, 4096, 32768}
-    assert all(case.tokens % case.length == 0 for case in cases.values())
-
-
-def test_a_tiny_case_keeps_its_way() -> None:
-    case = exact_lengths.tiny(ProfiledCase("exact", length=32768, tokens=32768), "cpu")
-    assert (case.way, case.shape, case.device) == ("exact", "tiny", "cpu")
-    assert case.tokens >= 2 * case.length
 
 
 @pytest.mark.parametrize("mode", rollout_worker.MODES)

@@ -37,17 +37,3 @@ def test_lengths_that_are_ragged_add_up() -> None:
     assert sum(lengths) == 16384
     assert max(lengths) <= 2048
     assert any(length % 64 for length in lengths)
-
-
-def test_the_report_has_the_fastest_first_and_what_did_not_run() -> None:
-    row = {"tflops": 1.0, "error": 0.0, "repeats": True, "same_bits": True}
-    candidates = {
-        "slow": {"ms": 2.0, **row},
-        "quick": {"ms": 1.0, **row},
-        "large": {"refused": "out of resource"},
-    }
-    cases = {"o": {"candidates": candidates}, "down": {"skipped": "no time was left"}}
-    shown = gradient_kernels.report({"cases": cases})
-    assert shown.index("quick") < shown.index("slow")
-    assert "large: refused: out of resource" in shown
-    assert "down: {'skipped': 'no time was left'}" in shown

@@ -13,7 +13,7 @@ import pytest
 
 from bench.gpu.guide import COMMANDS, PKILL, TypedShell, words_of
 from bench.gpu.processes import BenchError
-from bench.guide_commands import PARTS, legacy_figures, legacy_table, on_devices, report
+from bench.guide_commands import PARTS, legacy_figures, legacy_table, on_devices
 from tests.conftest import ROOT
 
 GUIDE = next(iter((ROOT.parent / "shared" / "seeds").glob("002*.txt")), None)
@@ -79,11 +79,6 @@ def test_gpus_of_vllm_and_of_the_trainer(part: str, gpus: int, devices: tuple[st
 def test_vllm_can_have_other_gpus_and_the_trainer_all_others() -> None:
     assert PARTS["multi-gpu"].devices(8, 4) == ("0,1,2,3", "4,5,6,7")
     assert PARTS["multi-gpu"].devices(8, 2) == ("0,1", "2,3,4,5,6,7")
-
-
-def test_a_part_that_failed_has_no_table() -> None:
-    assert report({}) == "no steps: nothing was typed"
-    assert report({"run": {"failed": "vllm.log lacks x"}}) == "no steps: vllm.log lacks x"
 
 
 @pytest.fixture

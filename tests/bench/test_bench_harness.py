@@ -87,18 +87,6 @@ def test_every_number_of_servers_is_set_against_one(others: dict[str, float], on
     assert ratios.keys() == {"1", *others}
 
 
-def test_a_measurement_that_failed_leaves_the_others_in_the_table() -> None:
-    direct = {"1": row(10.0), "2": {"idle": {"failed": "x"}}, "8": row(14.0)}
-    clients = {"keep": {"direct": row(5.0)}}
-    text = weight_sync.report(
-        {"servers": {"tiny": {"trainer": {}, "direct": direct}}, "clients": clients}
-    )
-    assert "8 servers" in text
-    assert "1.4" in text
-    assert "2 servers" not in text
-    assert "longest gap between two tokens" in text.splitlines()[1]
-
-
 def test_updates_under_load_are_set_against_the_stream_of_tokens(sitting: LoadedSitting) -> None:
     update = {"start": 1.2, "end": 1.4}
     trainer = Peer(sync=[update])

@@ -15,7 +15,6 @@ from bench.mutations import (
     mutant,
     sample,
     sites_of,
-    table,
 )
 from tests.test_tiers import DEFAULT
 
@@ -101,19 +100,3 @@ def test_the_first_failure_is_named_and_a_tier_without_tests_kills_nothing(tmp_p
     assert first_failure(tmp_path, ["test_none.py"], "not nightly", 60).startswith(  # type: ignore[union-attr]
         "pytest (status 4"
     )
-
-
-def test_the_table_counts_each_tier_and_lists_the_survivors() -> None:
-    common = {"line": 7, "kind": "constant", "before": "1", "after": "2"}
-    rows = [
-        {"module": "a.py", "killed_by": "default", **common},
-        {"module": "a.py", "killed_by": "nightly", **common},
-        {"module": "b.py", "killed_by": None, **common},
-    ]
-    lines = [line.split() for line in table(rows).splitlines()]
-    assert lines[1:] == [
-        ["a.py", "2", "1", "2"],
-        ["b.py", "1", "0", "0"],
-        ["in", "all", "3", "1", "2"],
-        ["survived:", "b.py:7", "constant:", "1", "->", "2"],
-    ]

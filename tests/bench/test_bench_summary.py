@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import generate_cost
-from bench.colocate import MODES, longest, parse, report, summary
+from bench.colocate import longest, summary
 from bench.gpu.shapes import (
     SHAPES,
     active_parameters,
@@ -23,13 +22,10 @@ from bench.gpu.summary import (
     Pair,
     alternate,
     find_halts,
-    gaps_of,
-    gigabytes_per_second,
     percentile,
     spread_by_phase,
     spread_ms,
     summary_of_pairs,
-    table,
 )
 from vllm_patching.server.generate import GenerateRequest
 
@@ -54,15 +50,6 @@ def test_spread_is_in_milliseconds() -> None:
         "pause",
         "commit",
     ]
-
-
-def test_speed_counts_in_powers_of_ten() -> None:
-    assert gigabytes_per_second(3.44e9, 0.010) == 344.0
-    assert gigabytes_per_second(1, 0) == 0.0
-
-
-def test_no_gap_between_two_requests() -> None:
-    assert gaps_of([[1.0, 1.1], [5.0, 5.2]]) == [(1.0, 1.1), (5.0, 5.2)]
 
 
 def test_an_update_is_found_in_the_stream_of_tokens() -> None:
@@ -94,13 +81,6 @@ def test_a_gap_after_an_update_belongs_to_it_but_not_to_two_updates() -> None:
 def test_updates_that_nobody_saw_are_counted() -> None:
     halts = find_halts([[0.0, 0.1]], [(5.0, 5.1), (0.05, 0.06)], after=0.0)
     assert (halts.unseen, halts.around_updates["n"]) == (1, 1)
-
-
-def test_table_lines_up_and_refuses_short_rows() -> None:
-    text = table(["what", "ms"], [["direct", 1.25], ["overlapped", None], ["equal", True]])
-    assert text.splitlines()[2:] == ["direct      1.25", "overlapped     -", "equal        yes"]
-    with pytest.raises(ValueError, match="1 cells for 2 headers"):
-        table(["a", "b"], [["x"]])
 
 
 def test_shapes_are_the_published_ones() -> None:
@@ -194,25 +174,6 @@ def test_the_first_step_is_left_out_and_turns_are_told_where_there_are_any() -> 
     assert "turn_seconds" not in summary({"steps": [step(2.0)], "tokens": 1000}, 1024)
 
 
-def test_the_table_holds_what_was_measured() -> None:
-    assert report({}) == "nothing was measured"
-    turn = {"turn_seconds": 1.5, "turn_rest": 0.1, "turn_wake": 0.2, "turn_freed_bytes": 3 << 30}
-    with_turns = {"tokens": 4096, "tokens_per_second": 777.0, "seconds": 2.0, **turn}
-    text = report(
-        {
-            MODES[0]: {"at_the_longest": with_turns},
-            MODES[1]: {"at_the_longest": {"failed": "no memory"}},
-        }
-    )
-    assert all(figure in text for figure in ("4096", "777", "1.5", "0.1", "0.2", "3"))
-    assert MODES[1] not in text
-
-
-def test_tiny_ends_soon() -> None:
-    args = parse(["--output", "x", "--tiny", "--device", "cpu"])
-    assert (args.length, args.most, args.shape) == (64, 256, "tiny")
-
-
 @given(room=st.integers(0, 5000), shortest=st.integers(1, 64), most=st.integers(64, 4096))
 def test_the_longest_size_is_found_to_an_eighth(room: int, shortest: int, most: int) -> None:
     tried: list[int] = []
@@ -254,12 +215,3 @@ def test_what_is_asked_is_understood(form: str) -> None:
     fields = generate_cost.FORMS[form][1]
     request = GenerateRequest(prompt="x", **fields)
     assert request.token_logprobs == (form == "numbers")
-
-
-def test_the_table_has_a_row_for_each_way_and_room_for_what_failed(tmp_path: Path) -> None:
-    way = {"tokens_per_second": 1234.5, "front_end_us_per_token": 9.5}
-    text = generate_cost.report({"ways": {"numbers": way, "engine alone": {"failed": "no memory"}}})
-    assert "1234.5" in text
-    assert "engine alone" in text
-    args = generate_cost.parse(["--output", str(tmp_path), "--tiny"])
-    assert args.in_flight % generate_cost.GROUP == 0

@@ -115,17 +115,6 @@ def test_a_case_that_needs_more_gpus_or_more_time_is_left_out_with_the_reason(
     assert written["cases"] == {"1.7B, 512": {"skipped": "--seconds 1 leave no time for it"}}
 
 
-def test_what_one_gpu_is_measured_for_has_plain_pytorch_beside_it() -> None:
-    names = [name for name, case in trainer_speed.CASES.items() if case.ranks == 1]
-    for length in ("512", "4k", "32k"):
-        ways = ["", ", plain PyTorch, layers compiled", ", plain PyTorch", ", deterministic"]
-        block = [f"1.7B, {length}{way}" for way in ways]
-        at = names.index(block[0])
-        assert names[at : at + 4] == block
-        cases = [trainer_speed.CASES[name] for name in block]
-        assert len({(case.work, case.checkpointing, case.repeats) for case in cases}) == 1
-
-
 class TestLonger:
     """Longer and longer sequences, by a stand-in for the process that tries one."""
 

@@ -257,11 +257,6 @@ def test_a_replay_without_experts_and_a_mixture_that_differs_are_failures() -> N
         Run.judge(mode_run("mixture_deterministic", 2), found | {"kl": [0.0, 0.001]}, rows)
 
 
-def test_what_does_not_fit_is_left_out() -> None:
-    assert MODES["single_copy_tp2"].on(1).gpus_needed == 2
-    assert MODES["broadcast_two_servers"].on(1).gpus_needed == 2
-
-
 def test_ranks_are_counted_by_the_trainers_log(tmp_path: Path) -> None:
     log = tmp_path / "trainer.log"
     log.write_text("07:53:11 [Bridge] Broadcast\n")

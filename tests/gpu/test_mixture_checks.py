@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu import mixture_checks
-from tests.gpu.mixture_checks import ROUTINGS, Layer, choices, gradients, outputs, products, speed
+from tests.gpu.mixture_checks import ROUTINGS, Layer, choices, gradients, outputs, products
 from vllm_patching.batch_invariant import ops, reference
 
 TINY = Layer(8, 2, hidden=32, inner=16, tokens=70, device="cpu", dtype=torch.float32)
@@ -59,11 +58,3 @@ def test_wrong_outputs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = partial(ops.experts)
     monkeypatch.setattr(ops, "experts", lambda *arguments: 1.1 * wrong(*arguments))
     assert not outputs(TINY, "evenly")[0]
-
-
-def test_times_have_a_row_for_each_number_of_tokens() -> None:
-    passed, seen = speed(TINY, (1, 4))
-    assert passed
-    assert list(seen) == ["1 tokens", "4 tokens"]
-    assert all(value > 0 for value in seen["4 tokens"].values())
-    assert len(mixture_checks.mixture_checks(TINY)) == 4 * len(ROUTINGS) + 4

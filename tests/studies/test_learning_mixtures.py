@@ -16,15 +16,6 @@ from studies.learning.trainings import made_of
 from vllm_patching.weights.families import Geometry
 
 
-def test_three_arms_are_trained_at_two_ages() -> None:
-    assert list(ARMS) == ["ordinary_0", "replay_0", "exact_0", "ordinary_4", "replay_4", "exact_4"]
-    assert [one.name for one in plan(["exact_4"], (0, 1, 2), ARMS)] == [
-        "exact_4 0",
-        "exact_4 1",
-        "exact_4 2",
-    ]
-
-
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_is_a_command_of_simple_rl(name: str) -> None:
     arm, (kind, _, age) = ARMS[name], name.partition("_")

@@ -29,6 +29,7 @@ from tests.atroposlib.service.trainers import registered
 from .conftest import group, marks, trainer
 
 SECONDS = 60.0
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class FaultyStore(SqliteStore):
@@ -96,86 +97,70 @@ async def still_waits(call: Awaitable[Any]) -> None:
     assert not asyncio.ensure_future(call).done()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(3 * SECONDS):
-            await test()
-
-    asyncio.run(bounded())
-
-
 def on_disk(store: FaultyStore) -> Snapshot:
     return store.load()
 
 
-def test_a_retried_post_is_not_answered_before_the_first_one_is_stored(store: FaultyStore) -> None:
-    async def test() -> None:
-        async with client_of(store) as client:
-            body = group(mark=1, idempotency_key="k")
-            with store.stalled():
-                first = asyncio.create_task(client.post("/scored_data", json=body))
-                await store.commit_begins()
-                again = asyncio.create_task(client.post("/scored_data", json=body))
-                await still_waits(again)
-                assert not first.done()
-            assert (await again).json() == (await first).json() == {"status": "received"}
-            assert list(on_disk(store).of("key")) == ["k"]
-
-    run(test)
+async def test_a_retried_post_is_not_answered_before_the_first_one_is_stored(
+    store: FaultyStore,
+) -> None:
+    async with client_of(store) as client:
+        body = group(mark=1, idempotency_key="k")
+        with store.stalled():
+            first = asyncio.create_task(client.post("/scored_data", json=body))
+            await store.commit_begins()
+            again = asyncio.create_task(client.post("/scored_data", json=body))
+            await still_waits(again)
+            assert not first.done()
+        assert (await again).json() == (await first).json() == {"status": "received"}
+        assert list(on_disk(store).of("key")) == ["k"]
 
 
 @pytest.mark.parametrize(
     "fault", [StoreError("the disk is full"), ValueError("of a kind that nobody expected")]
 )
-def test_a_retried_post_fails_with_the_first_one(store: FaultyStore, fault: Exception) -> None:
-    async def test() -> None:
-        async with client_of(store) as client:
-            body = group(mark=1, idempotency_key="k")
-            with store.stalled():
-                posts = [asyncio.create_task(client.post("/scored_data", json=body))]
-                await store.commit_begins()
-                posts.append(asyncio.create_task(client.post("/scored_data", json=body)))
-                posts.append(asyncio.create_task(client.post("/scored_data", json=group(mark=2))))
-                await still_waits(posts[1])
-                store.fault = fault
-            for post in posts:
-                answer = await post
-                assert answer.status_code == 507
-                assert str(fault) in answer.json()["detail"]
-            while (answer := await client.post("/scored_data", json=body)).status_code == 507:
-                await asyncio.sleep(0.01)  # it takes over the store's view
-            assert answer.json() == {"status": "received"}
-            assert (
-                (await client.get("/status")).json()["queue_size"]
-                == len(on_disk(store).groups())
-                == 1
-            )
-
-    run(test)
+async def test_a_retried_post_fails_with_the_first_one(
+    store: FaultyStore, fault: Exception
+) -> None:
+    async with client_of(store) as client:
+        body = group(mark=1, idempotency_key="k")
+        with store.stalled():
+            posts = [asyncio.create_task(client.post("/scored_data", json=body))]
+            await store.commit_begins()
+            posts.append(asyncio.create_task(client.post("/scored_data", json=body)))
+            posts.append(asyncio.create_task(client.post("/scored_data", json=group(mark=2))))
+            await still_waits(posts[1])
+            store.fault = fault
+        for post in posts:
+            answer = await post
+            assert answer.status_code == 507
+            assert str(fault) in answer.json()["detail"]
+        while (answer := await client.post("/scored_data", json=body)).status_code == 507:
+            await asyncio.sleep(0.01)  # it takes over the store's view
+        assert answer.json() == {"status": "received"}
+        assert (
+            (await client.get("/status")).json()["queue_size"] == len(on_disk(store).groups()) == 1
+        )
 
 
-def test_a_batch_that_is_asked_for_again_waits_until_its_bodies_are_written(
+async def test_a_batch_that_is_asked_for_again_waits_until_its_bodies_are_written(
     store: FaultyStore,
 ) -> None:
-    async def test() -> None:
-        async with client_of(store) as client:
-            store._recent.most_bytes = 0  # or the bodies would be at hand
-            with store.stalled():
-                post = asyncio.create_task(client.post("/scored_data", json=group(mark=1)))
-                await store.commit_begins()
-                batches = [
-                    asyncio.create_task(client.get("/batch", params={"received": 0}))
-                    for _ in range(3)
-                ]
-                await still_waits(batches[2])
-            for batch in batches:
-                answer = await batch
-                assert answer.status_code == 200, answer.text
-                assert marks(answer.json()["batch"]) == [1]
-            assert (await post).status_code == 200
-            assert len(on_disk(store).of("lease")) == 1
-
-    run(test)
+    async with client_of(store) as client:
+        store._recent.most_bytes = 0  # or the bodies would be at hand
+        with store.stalled():
+            post = asyncio.create_task(client.post("/scored_data", json=group(mark=1)))
+            await store.commit_begins()
+            batches = [
+                asyncio.create_task(client.get("/batch", params={"received": 0})) for _ in range(3)
+            ]
+            await still_waits(batches[2])
+        for batch in batches:
+            answer = await batch
+            assert answer.status_code == 200, answer.text
+            assert marks(answer.json()["batch"]) == [1]
+        assert (await post).status_code == 200
+        assert len(on_disk(store).of("lease")) == 1
 
 
 Interruption = Callable[
@@ -236,23 +221,20 @@ async def a_client_that_goes_away(
     "interruption",
     [a_stalled_commit, a_failed_commit, a_cancelled_compression, a_client_that_goes_away],
 )
-def test_a_batch_whose_sending_was_interrupted_comes_again(
+async def test_a_batch_whose_sending_was_interrupted_comes_again(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch, interruption: Interruption
 ) -> None:
-    async def test() -> None:
-        limits = RequestLimits(seconds=SECONDS)
-        async with client_of(store, limits) as client:
-            for mark in (1, 2):
-                (
-                    await client.post("/scored_data", json=group(mark=mark, length=300))
-                ).raise_for_status()
-            while store.arrived.acquire(blocking=False):
-                pass
-            await interruption(client, store, limits, monkeypatch)
-            for expected in ([1], [2]):
-                assert marks((await client.get("/batch")).json()["batch"]) == expected
-
-    run(test)
+    limits = RequestLimits(seconds=SECONDS)
+    async with client_of(store, limits) as client:
+        for mark in (1, 2):
+            (
+                await client.post("/scored_data", json=group(mark=mark, length=300))
+            ).raise_for_status()
+        while store.arrived.acquire(blocking=False):
+            pass
+        await interruption(client, store, limits, monkeypatch)
+        for expected in ([1], [2]):
+            assert marks((await client.get("/batch")).json()["batch"]) == expected
 
 
 def damage(path: Path, mark: int) -> None:
@@ -264,16 +246,16 @@ def damage(path: Path, mark: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_body_costs_its_group_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "a.db"
-
-    async def fill(client: httpx.AsyncClient) -> None:
+async def test_a_damaged_body_costs_its_group_and_nothing_else(tmp_path: Path) -> None:
+    store = FaultyStore(tmp_path / "a.db")
+    async with client_of(store) as client:
         for mark in (11111, 22222, 33333, 44444, 55555):
-            (
-                await client.post("/scored_data", json=group(2, mark=mark, length=30))
-            ).raise_for_status()
-
-    async def take(client: httpx.AsyncClient) -> None:
+            body = group(2, mark=mark, length=30)
+            (await client.post("/scored_data", json=body)).raise_for_status()
+    store.close()
+    damage(tmp_path / "a.db", 11111)
+    store = FaultyStore(tmp_path / "a.db")
+    async with client_of(store, register=False) as client:
         answer = await client.get("/batch")
         assert answer.status_code == 200, answer.text
         assert marks(answer.json()["batch"]) == [22222, 33333], (
@@ -283,16 +265,7 @@ def test_a_damaged_body_costs_its_group_and_nothing_else(tmp_path: Path) -> None
         assert stats["dropped"] == [{"reason": "damaged", "longest_up_to": 32, "groups": 1}]
         assert stats["current_step"] == 1
         assert marks((await client.get("/batch")).json()["batch"]) == [44444, 55555]
-
-    async def test(step: Callable[[httpx.AsyncClient], Awaitable[None]], register: bool) -> None:
-        store = FaultyStore(path)
-        async with client_of(store, register=register) as client:
-            await step(client)
-        store.close()
-
-    run(lambda: test(fill, register=True))
-    damage(path, 11111)
-    run(lambda: test(take, register=False))
+    store.close()
 
 
 async def post_one(service: RolloutService, store: FaultyStore, key: str) -> None:
@@ -383,33 +356,25 @@ async def chaos(store: FaultyStore, chance: random.Random) -> None:
     await service.committer.close()
 
 
-def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
+async def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
     """Posts, retries, batches and acknowledgements at once, while commits stall and fail as they
     please. An answered client finds on the disk, at that moment, everything that the answer
     promises. In the end queue and disk hold the same.
     """
-
-    where = "/dev/shm" if Path("/dev/shm").is_dir() else None
     for seed in range(40):
-        with tempfile.TemporaryDirectory(dir=where) as folder:
+        with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
             store = FaultyStore(Path(folder) / "a.db")
-
-            async def test(store: FaultyStore = store, seed: int = seed) -> None:
+            async with asyncio.timeout(3 * SECONDS):
                 await chaos(store, random.Random(seed))
-
-            run(test)
             store.close()
 
 
-def test_a_call_does_not_wait_for_a_store_for_ever(store: FaultyStore) -> None:
-    async def test() -> None:
-        service = RolloutService(store, commit_timeout=0.05)
-        with store.stalled():
-            with pytest.raises(StoreError, match=r"did not answer within 0\.05 s"):
-                await service.post([ValidatedGroup(b"{}", 1, 1)])
-            with pytest.raises(StoreError, match="did not answer"):
-                await service.run(lambda queue: None)
-        await service.committer.close()
-        assert len(on_disk(store).groups()) == 1, "it was stored after all; only nobody was told so"
-
-    run(test)
+async def test_a_call_does_not_wait_for_a_store_for_ever(store: FaultyStore) -> None:
+    service = RolloutService(store, commit_timeout=0.05)
+    with store.stalled():
+        with pytest.raises(StoreError, match=r"did not answer within 0\.05 s"):
+            await service.post([ValidatedGroup(b"{}", 1, 1)])
+        with pytest.raises(StoreError, match="did not answer"):
+            await service.run(lambda queue: None)
+    await service.committer.close()
+    assert len(on_disk(store).groups()) == 1, "it was stored after all; only nobody was told so"

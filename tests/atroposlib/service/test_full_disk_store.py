@@ -101,22 +101,19 @@ class ScriptedStore(MemoryStore):
         self.space = space(self._after)
 
 
-def test_posts_that_are_under_way_count_and_room_is_made_before_one_is_refused() -> None:
-    async def test() -> None:
-        room = PostSpace(
-            store := ScriptedStore(free=1 << 20, after_making_room=SLACK_BYTES + (30 << 20))
-        )
-        await room.require(10 << 20)
-        assert store.made_room == 1
-        with room.taken(10 << 20):
-            with pytest.raises(StoreError, match="New groups are refused"):
-                await room.require(10 << 20)
-            assert room.refusing
-        await room.require(10 << 20)
-        assert room.refusing is None
-        await PostSpace(MemoryStore()).require(1 << 40)
-
-    asyncio.run(test())
+async def test_posts_that_are_under_way_count_and_room_is_made_before_one_is_refused() -> None:
+    room = PostSpace(
+        store := ScriptedStore(free=1 << 20, after_making_room=SLACK_BYTES + (30 << 20))
+    )
+    await room.require(10 << 20)
+    assert store.made_room == 1
+    with room.taken(10 << 20):
+        with pytest.raises(StoreError, match="New groups are refused"):
+            await room.require(10 << 20)
+        assert room.refusing
+    await room.require(10 << 20)
+    assert room.refusing is None
+    await PostSpace(MemoryStore()).require(1 << 40)
 
 
 def refuse(number: int, *_: object) -> None:

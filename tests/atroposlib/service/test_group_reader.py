@@ -50,80 +50,64 @@ def large(**fields: object) -> bytes:
     return body
 
 
-def test_it_finds_what_is_found_at_once(reader: GroupReader) -> None:
+async def test_it_finds_what_is_found_at_once(reader: GroupReader) -> None:
     one = large(
         weight_versions=[1, 2, 3, 3], weight_epochs=[7, 7, 8, 8], env_id=3, idempotency_key="k"
     )
     listed = b"[" + one + b"," + large(advantages=[]) + b"]"
 
-    async def test() -> None:
-        for body, many in ((one, False), (listed, True), (b" " + one, False)):
-            assert await reader.read(body, many) == read_groups(body, many)
-        assert child_of(reader)
-
-    asyncio.run(test())
+    for body, many in ((one, False), (listed, True), (b" " + one, False)):
+        assert await reader.read(body, many) == read_groups(body, many)
+    assert child_of(reader)
 
 
-def test_it_refuses_what_is_refused_at_once(reader: GroupReader) -> None:
-    async def test() -> None:
-        for body in (
-            large(scores=[0.0, 1.0, float("nan"), 2.0]),
-            large()[:-1],
-            large(masks=[[-100] * 30_000] * 4),
-        ):
-            with pytest.raises(InvalidRequestError) as here:
-                read_groups(body, many=False)
-            with pytest.raises(InvalidRequestError) as there:
-                await reader.read(body, many=False)
-            assert there.value.errors == here.value.errors
-
-    asyncio.run(test())
+async def test_it_refuses_what_is_refused_at_once(reader: GroupReader) -> None:
+    for body in (
+        large(scores=[0.0, 1.0, float("nan"), 2.0]),
+        large()[:-1],
+        large(masks=[[-100] * 30_000] * 4),
+    ):
+        with pytest.raises(InvalidRequestError) as here:
+            read_groups(body, many=False)
+        with pytest.raises(InvalidRequestError) as there:
+            await reader.read(body, many=False)
+        assert there.value.errors == here.value.errors
 
 
-def test_a_child_that_is_killed_costs_no_post(reader: GroupReader) -> None:
-    async def test() -> None:
-        await reader.read(large(), many=False)
-        killed = child_of(reader)
-        os.kill(killed, signal.SIGKILL)
-        while killed in parents():
-            await asyncio.sleep(0)
-        assert len(await reader.read(large(), many=False)) == 1
-        assert child_of(reader) != killed
-
-    asyncio.run(test())
+async def test_a_child_that_is_killed_costs_no_post(reader: GroupReader) -> None:
+    await reader.read(large(), many=False)
+    killed = child_of(reader)
+    os.kill(killed, signal.SIGKILL)
+    while killed in parents():
+        await asyncio.sleep(0)
+    assert len(await reader.read(large(), many=False)) == 1
+    assert child_of(reader) != killed
 
 
-def test_a_child_that_does_not_answer_is_not_waited_for_for_ever(
+async def test_a_child_that_does_not_answer_is_not_waited_for_for_ever(
     reader: GroupReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
+    await reader.read(large(), many=False)
+    os.kill(child_of(reader), signal.SIGSTOP)
+    monkeypatch.setattr(processes, "START_SECONDS", 0.2)
+    with pytest.raises(ReaderError, match=r"ended or took longer than 60 s"):
         await reader.read(large(), many=False)
-        os.kill(child_of(reader), signal.SIGSTOP)
-        monkeypatch.setattr(processes, "START_SECONDS", 0.2)
-        with pytest.raises(ReaderError, match=r"ended or took longer than 60 s"):
-            await reader.read(large(), many=False)
-        assert not reader._calls._idle
-        assert not reader._calls._busy
-
-    asyncio.run(test())
+    assert not reader._calls._idle
+    assert not reader._calls._busy
 
 
-def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_read() -> None:
+async def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_read() -> None:
     reader = GroupReader(max_body=1 << 20)
     lists = (
         b'{"tokens":[[1,2]],"masks":[[-100,2]],"scores":[1],"pad":['
         + b",".join([b"[]"] * (5 << 20))
         + b"]}"
     )
-
-    async def test() -> None:
-        with pytest.raises(
-            TooComplexError, match=r"more than 276 MiB of memory.*Post fewer groups at once"
-        ):
-            await reader.read(lists, many=False)
-        assert len(await reader.read(large(), many=False)) == 1
-
-    asyncio.run(test())
+    with pytest.raises(
+        TooComplexError, match=r"more than 276 MiB of memory.*Post fewer groups at once"
+    ):
+        await reader.read(lists, many=False)
+    assert len(await reader.read(large(), many=False)) == 1
     reader.close()
 
 

@@ -42,53 +42,47 @@ Step = tuple[str, int]
         st.tuples(st.sampled_from(["take", "give", "cancel"]), st.integers(1, 12)), max_size=40
     )
 )
-def test_a_budget_serves_in_order_and_is_never_overdrawn(steps: list[Step]) -> None:
+async def test_a_budget_serves_in_order_and_is_never_overdrawn(steps: list[Step]) -> None:
     """Compared with a list of requests that is gone through from the front."""
     most = 10
 
-    async def test() -> None:
-        budget = Budget(most, "bytes")
-        held: list[int] = []
-        waiting: list[tuple[int, asyncio.Task[int]]] = []
-        for what, number in steps:
-            if what == "take":
-                waiting.append((min(number, most), asyncio.create_task(budget.take(number, 60))))
-            elif what == "give" and held:
-                budget.give(held.pop(number % len(held)))
-            elif what == "cancel" and waiting:
-                _, task = waiting.pop(number % len(waiting))
-                task.cancel()
-                await asyncio.wait([task])
-            while waiting and sum(held) + waiting[0][0] <= most:
-                count, task = waiting.pop(0)
-                async with asyncio.timeout(60):
-                    assert await task == count
-                held.append(count)
-            await asyncio.sleep(0)
-            assert budget.taken == sum(held)
-            assert not any(task.done() for _, task in waiting), "nobody overtakes"
-        for _, task in waiting:
+    budget = Budget(most, "bytes")
+    held: list[int] = []
+    waiting: list[tuple[int, asyncio.Task[int]]] = []
+    for what, number in steps:
+        if what == "take":
+            waiting.append((min(number, most), asyncio.create_task(budget.take(number, 60))))
+        elif what == "give" and held:
+            budget.give(held.pop(number % len(held)))
+        elif what == "cancel" and waiting:
+            _, task = waiting.pop(number % len(waiting))
             task.cancel()
-        if waiting:
-            await asyncio.wait([task for _, task in waiting])
-        for count in held:
-            budget.give(count)
-        assert budget.taken == 0
+            await asyncio.wait([task])
+        while waiting and sum(held) + waiting[0][0] <= most:
+            count, task = waiting.pop(0)
+            async with asyncio.timeout(60):
+                assert await task == count
+            held.append(count)
+        await asyncio.sleep(0)
+        assert budget.taken == sum(held)
+        assert not any(task.done() for _, task in waiting), "nobody overtakes"
+    for _, task in waiting:
+        task.cancel()
+    if waiting:
+        await asyncio.wait([task for _, task in waiting])
+    for count in held:
+        budget.give(count)
+    assert budget.taken == 0
 
-    asyncio.run(test())
 
-
-def test_who_waits_for_too_long_is_refused_and_leaves_its_place() -> None:
-    async def test() -> None:
-        budget = Budget(10, "bytes")
-        await budget.take(8)
-        small = asyncio.create_task(budget.take(2, 60))
-        with pytest.raises(NoSpaceError, match="this request needs 5"):
-            await budget.take(5, 0.01)
-        assert await small == 2
-        assert budget.taken == 10
-
-    asyncio.run(test())
+async def test_who_waits_for_too_long_is_refused_and_leaves_its_place() -> None:
+    budget = Budget(10, "bytes")
+    await budget.take(8)
+    small = asyncio.create_task(budget.take(2, 60))
+    with pytest.raises(NoSpaceError, match="this request needs 5"):
+        await budget.take(5, 0.01)
+    assert await small == 2
+    assert budget.taken == 10
 
 
 @given(
@@ -139,25 +133,22 @@ BOMB = gzip.compress(b"\0" * 6 * MIB)
         ({"content-length": "100"}, [b"x" * 100], 0, 0),
     ],
 )
-def test_a_body_takes_what_it_is_long(
+async def test_a_body_takes_what_it_is_long(
     headers: dict[str, str], chunks: list[bytes], large: int, small: int
 ) -> None:
-    async def test() -> None:
-        budgets = Budgets(MOST)
-        async with budgets.shared() as share:
-            body = await Bodies(budgets, 60).read(Headers(headers), asking(*chunks), MOST, share)
-            assert len(body) == large or large == 0
-            assert (budgets.large.taken, budgets.small.taken, budgets.packed.taken) == (
-                large,
-                small,
-                0,
-            )
-        assert budgets.large.taken == budgets.small.taken == 0
-
-    asyncio.run(test())
+    budgets = Budgets(MOST)
+    async with budgets.shared() as share:
+        body = await Bodies(budgets, 60).read(Headers(headers), asking(*chunks), MOST, share)
+        assert len(body) == large or large == 0
+        assert (budgets.large.taken, budgets.small.taken, budgets.packed.taken) == (
+            large,
+            small,
+            0,
+        )
+    assert budgets.large.taken == budgets.small.taken == 0
 
 
-def test_gzip_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
+async def test_gzip_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     longest = 0
@@ -171,37 +162,30 @@ def test_gzip_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
 
     monkeypatch.setattr(middleware, "_inflate", watched)
     bomb = gzip.compress(b"\0" * (MOST + 1))
-
-    async def test() -> None:
-        budgets = Budgets(MOST)
-        headers = Headers({"content-encoding": "gzip", "content-length": str(len(bomb))})
-        async with budgets.shared() as share:
-            with pytest.raises(HTTPRefusal) as refused:
-                await Bodies(budgets, 60).read(headers, asking(bomb), MOST, share)
-        assert refused.value.status == 413
-        assert budgets.large.taken == 0
-
-    asyncio.run(test())
+    budgets = Budgets(MOST)
+    headers = Headers({"content-encoding": "gzip", "content-length": str(len(bomb))})
+    async with budgets.shared() as share:
+        with pytest.raises(HTTPRefusal) as refused:
+            await Bodies(budgets, 60).read(headers, asking(bomb), MOST, share)
+    assert refused.value.status == 413
+    assert budgets.large.taken == 0
     assert longest <= SMALL_BODY + 1
 
 
-def test_large_answers_of_one_path_take_turns() -> None:
-    async def test() -> None:
-        budgets = Budgets(MOST, seconds=0.01)
-        entered = [budgets.answering("/latest_example") for _ in range(ANSWERS_AT_ONCE)]
-        for turn in entered:
-            await turn.__aenter__()
-        with pytest.raises(NoSpaceError, match="answers to /latest_example"):
-            async with budgets.answering("/latest_example"):
-                pass
-        async with budgets.answering("/batch"):
-            pass  # others do not wait for them
-        for turn in entered:
-            await turn.__aexit__(None, None, None)
+async def test_large_answers_of_one_path_take_turns() -> None:
+    budgets = Budgets(MOST, seconds=0.01)
+    entered = [budgets.answering("/latest_example") for _ in range(ANSWERS_AT_ONCE)]
+    for turn in entered:
+        await turn.__aenter__()
+    with pytest.raises(NoSpaceError, match="answers to /latest_example"):
         async with budgets.answering("/latest_example"):
             pass
-
-    asyncio.run(test())
+    async with budgets.answering("/batch"):
+        pass  # others do not wait for them
+    for turn in entered:
+        await turn.__aexit__(None, None, None)
+    async with budgets.answering("/latest_example"):
+        pass
 
 
 def test_small_requests_are_answered_while_large_bodies_have_all_the_space(tmp_path: Path) -> None:
