@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -539,16 +540,25 @@ def number_rows(
     if not isinstance(value, list) or not value:
         raise GroupError(f"{name} is missing or empty")
     try:
-        with np.errstate(
-            over="ignore"
-        ):  # callers refuse infinities where they matter, with the place
-            numbers = [np.asarray(row, dtype=kind) for row in value]
+        # Callers refuse infinities where they matter, with the place.
+        with np.errstate(over="ignore", invalid="ignore"):
+            read = _whole_numbers if kind is np.int64 else partial(np.asarray, dtype=kind)
+            numbers = [read(row) for row in value]
     except (TypeError, ValueError, OverflowError) as error:
         raise GroupError(f"{name} is not a list of lists of numbers ({error})") from error
     if any(row.ndim != 1 for row in numbers):
         raise GroupError(f"{name} is not a list of lists of numbers")
     if count is not None and len(numbers) != count:
         raise GroupError(f"{name} has {len(numbers)} sequences, tokens has {count}")
+    return numbers
+
+
+def _whole_numbers(row: Any) -> npt.NDArray[np.int64]:
+    """Read a row of int64. numpy itself would cut 1.5 down to 1, and take "12" for 12."""
+    given = np.asarray(row)
+    numbers = given.astype(np.int64) if given.dtype.kind in "iuf" else given
+    if not np.array_equal(numbers, given) or numbers.dtype != np.int64:
+        raise ValueError("one of them is not a whole number")
     return numbers
 
 

@@ -232,6 +232,16 @@ def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
         ({"tokens": [["a"]]}, "tokens is not a list of lists of numbers"),
         ({"tokens": [1, 2]}, "tokens is not a list of lists of numbers"),
         (
+            {"tokens": [[1, 2, 3, 4.5], [1, 2, 5, 6, 7]]},
+            "tokens is not a list of lists of numbers (one of them is not a whole number)",
+        ),
+        ({"tokens": [[1, 2, 3, "4"], [1, 2, 5, 6, 7]]}, "one of them is not a whole number"),
+        ({"tokens": [[1, 2, 3, 2**64 - 4], [1, 2, 5, 6, 7]]}, "one of them is not a whole number"),
+        (
+            {"masks": [[-100, -100, 3, 4.5], [-100, -100, 5, 6, 7]]},
+            "masks is not a list of lists of numbers",
+        ),
+        (
             {"tokens": [[1, 2, 3, 50], [1, 2, 5, 6, 7]]},
             "tokens[0] holds 50, and the model's ids go from 0 to 49",
         ),
