@@ -607,7 +607,7 @@ class Batches:
 
     def close(self) -> None:
         """End the thread and the connection. Fetched batches stay leased. Not collective."""
-        interrupt, slow = _do_nothing, "another rank"
+        interrupt, slow = (lambda: None), "another rank"
         if self._client is not None:
             interrupt, slow = self._client.interrupt, "the rollout service, or another rank,"
         if not self._preparing.close(interrupt, CLOSE_SECONDS):
@@ -621,10 +621,6 @@ class Batches:
                 self._channel.leave()
         if self._client is not None:
             self._client.close()
-
-
-def _do_nothing() -> None:
-    return
 
 
 def make_batches(

@@ -334,20 +334,11 @@ def hf_tensors(
             yield part.name, tensor.contiguous()
 
 
-def save_model(
-    model: Decoder,
-    folder: Path,
-    weights: Mapping[str, Tensor] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
+def save_model(model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write a Hugging Face checkpoint: weights in the model's dtype, config, tokenizer files.
     See write_checkpoint.
-
-    Args:
-        weights: take these values, by parameter name, instead of the parameters' own, rounded to
-            the model's dtype.
     """
-    values = weights or model.held_tensors()
+    values = model.held_tensors()
     named = ((name, values[name]) for name in parameters(model.geometry))
     write_checkpoint(folder, model.geometry, model.dtype, named, companions(model), max_shard_bytes)
 

@@ -158,7 +158,9 @@ class Apart(Split):
 
 
 class _Sent(torch.autograd.Function):
-    """Rows that other ranks sent; their gradients go back."""
+    """Rows [sent, width] of this rank go to others; [received, width] of theirs come. Their
+    gradients go back.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
@@ -172,8 +174,11 @@ class _Sent(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """The row of each choice; the gradients of a token's rows are added in the order of its
-    choices.
+    """The row of each choice, [tokens · count, width] of x [tokens, width]. The gradients of a
+    token's rows are added in the order of its choices.
+
+    `order` has the choices (token · count + slot) in the order in which they are sent. `places` has
+    the place of each choice in that order.
     """
 
     @staticmethod
@@ -198,6 +203,10 @@ class _Combined(torch.autograd.Function):
 
     With several parts, each part of an output is rounded and summed over a token's choices by
     itself, and then the parts are added. All parts have the gradient of their sum.
+
+    `outputs` [received, width] has the gradient, and `parts` [parts, received, width] the values.
+    `places` is as in `_Rows`, and `weights` are [tokens, count] float32. The result is [tokens,
+    width].
     """
 
     @staticmethod

@@ -215,7 +215,7 @@ class BackgroundSave:
             self._stream.wait_stream(
                 torch.cuda.current_stream(device)
             )  # the step that made this state
-        optimizer.wait_for_readers = self._wait_until_read
+        optimizer.wait_for_readers = partial(self._wait, self._read)
         self._thread = threading.Thread(target=self._run, name=f"saving {what}", daemon=True)
         self._thread.start()
 
@@ -245,9 +245,6 @@ class BackgroundSave:
                 raise CheckpointError(
                     f"writing {self.what} has made no progress for {STALLED_SECONDS:.0f} s; look at the disk of --save-path"
                 )
-
-    def _wait_until_read(self) -> None:
-        self._wait(self._read)
 
     def _run(self) -> None:
         try:

@@ -15,6 +15,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -607,8 +608,9 @@ class MasterAdamW:
         self.device = next(iter(local.values())).device
         quantised = [
             name
-            for name, tensor in local.items()
-            if in_8_bits and self._can_be_quantised(name, tensor)
+            for name, shape in self.whole_shapes.items()
+            # Blocks go along the rows, which are shorter where ranks split columns.
+            if in_8_bits and can_be_quantised((*shape[:-1], local[name].shape[-1]), shards.spread)
         ]
         if quantised:
             prepare(self.device, Rates(lr, betas, eps, weight_decay, 1))
@@ -632,18 +634,14 @@ class MasterAdamW:
         self.sums: Sums | None = shards.sums(model) if whole_model else None
         if not shards.masters:
             for name, parameter in self._parameters.items():
-                parameter.register_post_accumulate_grad_hook(self._collector(name))
+                parameter.register_post_accumulate_grad_hook(partial(self._collect, name))
 
     @property
     def masters(self) -> dict[str, Tensor]:
         """float32 weights by parameter, this rank's part; on the host if they are offloaded."""
         return {name: self._group_of[name].tensors[MASTER.name][name] for name in self._parameters}
 
-    def _collector(self, name: str) -> Callable[[Tensor], None]:
-        return lambda _: self._collect(name)
-
-    def _collect(self, name: str) -> None:
-        parameter = self._parameters[name]
+    def _collect(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
         self._add(name, parameter.grad, is_ours=False)
@@ -727,14 +725,6 @@ class MasterAdamW:
         self._finite(norms_after, "the weight")
         self.sound = True
         return StepReport(grad_norm=grad_norm, lr=lr)
-
-    def _can_be_quantised(self, name: str, local: Tensor) -> bool:
-        """Return whether a parameter's moments have 8 bits if they are asked for; the same on every
-        rank.
-        """
-        return can_be_quantised(
-            (*self.whole_shapes[name][:-1], local.shape[-1]), self.shards.spread
-        )
 
     def _update(self, gradients: Mapping[str, Tensor], lr: float, divisor: float | None) -> Tensor:
         """Change masters and moments.
