@@ -15,6 +15,7 @@ removal of units is not used: it takes the variable of `3m` or of `x^2+3t` for a
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import unicodedata
@@ -23,6 +24,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from atroposlib.utils.measures import TEXT_COMMAND, equal_measures, measure
 from atroposlib.utils.processes import ChildDied, KillableCalls
 
 # ---- the answer in `\boxed{…}` or `\fbox{…}` ----
@@ -185,6 +187,8 @@ _CHARACTERS = str.maketrans(
         "⌊": r"\lfloor ",
         "⌋": r"\rfloor ",
         "¢": r"\text{ cents}",
+        "％": r"\%",
+        "’": "'",
         "⟨": "(",
         "⟩": ")",
     }
@@ -203,8 +207,8 @@ _CHARACTERS = str.maketrans(
 )
 _RAISED = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
-_TEXT_COMMAND = r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol|bm|emph|underline)"
-_WHOLE_TEXT = re.compile(rf"{_TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
+_WHOLE_TEXT = re.compile(rf"{TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
+_SHORT_UNITS = r"cm|mm|km|kg|mg|ml|mL|lb|oz|ft|yd|mi|hr|in|m/s|km/h|[AaPp]\.?[Mm]"
 _FUNCTIONS = r"(?:(?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|ln|log|exp)(?![A-Za-z])"
 _CALLED = rf"{_FUNCTIONS}(?=\s*(?:[\\([{{|^_\d]|[A-Za-z](?![A-Za-z])|{_FUNCTIONS}))"
 """A function with an argument: the `sec` of `5 sec` is a unit."""
@@ -213,6 +217,14 @@ _IN_DEGREES = r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})"
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (rf"{TEXT_COMMAND}\s*\{{\s*([\d.]+|,|)\s*\}}(?!\s*_)", r" \1 "),
+        (r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))", ""),
+        (r"\\tag\*?\s*\{[^{}]*\}", ""),
+        (r"(?<=[\w)}])\s*\*\*\s*(\([^()]*\)|-?[\w.]+)", r"^{\1}"),
+        (r"\\var(phi|epsilon|theta|rho|sigma)(?![A-Za-z])", r"\\\1"),
+        (r"\{p?smallmatrix\}", "{pmatrix}"),
+        (r"\\frac\s*(\\pi(?![A-Za-z]))", r"\\frac{\1}"),
+        (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt{\1\2}"),
         (r"∛\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt[3]{\1\2}"),
         (r"√\s*|(?<![A-Za-z\\])sqrt\s*(?=\{)", r"\\sqrt"),
@@ -228,22 +240,32 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "",
         ),
         (r"\\(?:mathrm|text)\s*\{\s*i\s*\}", "i"),
-        (rf"{_TEXT_COMMAND}\s*\{{\s*(and|or)\s*\}}", r"\\text{ \1 }"),
+        (rf"{TEXT_COMMAND}\s*\{{\s*(and|or)\s*\}}", r"\\text{ \1 }"),
         (r"\\(?:s|nice)frac(?![A-Za-z])", r"\\frac"),
         (
             r"\\[dt]?binom\s*(?:\{([^{}]*)\}|([A-Za-z\d]))\s*(?:\{([^{}]*)\}|([A-Za-z\d]))",
             r"(\\binom{\1\2}{\3\4})",
         ),
-        # latex2sympy2 reads the products 3(10) and (3)(10) as the mixed number 13.
         (r"\\(?:left|right)\s*(?=[()\[\]])", ""),
-        (
-            r"((?<![\d_^.])\d+(?:\.\d+)?|\([^(),]*\))\s*(?=\()|(\(\d[^(),]*\))\s*(?=\d)",
-            r"\1\2\\cdot ",
-        ),
         (r"(?i)^(?:\\text\s*\{)?\s*([+-]?)infinity\s*\}?$", r"\1\\infty"),
         (r"^\s*(?:\\text\s*\{\s*)?(\d+)\s*\}?_", r"\1_"),
         (r"^\(\s*([0-9A-F]+)\s*\)\s*_", r"\1_"),
-        (r"(?<=\d)\s*(?:\\text\s*\{\s*)?\(?base[\s}]+(\d+)\s*\)?\s*\}?$", r"_{\1}"),
+        (
+            r"(?<=\d)\s*(?:\\text\s*\{\s*)?\(?(?:in\s+)?base[\s}]+(\d+)\s*\)?\s*\}?$",
+            r"_{\1}",
+        ),
+        (
+            r"^([^<>=,]+?)\s*(?:>|\\gt(?![A-Za-z]))\s*([A-Za-z])\s*(?:>|\\gt(?![A-Za-z]))\s*([^<>=,]+)$",
+            r"\3<\2<\1",
+        ),
+        (
+            rf"(?<=[\d}}])\s*\(\s*(?:{TEXT_COMMAND}\s*\{{)?\s*(?:{_SHORT_UNITS})\s*\}}?\s*\)$",
+            "",
+        ),
+        (
+            r"(?<=\d)\s*/\s*(?:\\text\s*\{\s*)?(?:second|minute|hour|day|week|month|year|person)\s*\}?$",
+            "",
+        ),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
@@ -254,21 +276,22 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         ),
         (r"(?i)^(\\text\s*\{\s*)?(?:option|choice)\s+(?=\(?[A-J](?![A-Za-z]))", r"\1"),
         (
-            r"(?<![\d.])(\d*)\.(\d{0,20}?)(\d{1,6}?)\3{2,40}\s*(?:\.{3}|…|\\[lc]?dots(?![A-Za-z]))",
-            r"\1.\2\\overline{\3}",
+            r"(?<![\d.])(\d*)\.(\d{0,20}?)(?:(\d{1,6}?)\3{2,40}|(\d{3,6})\4)\s*(?:\.{3}|…|\\[lc]?dots(?![A-Za-z]))",
+            r"\1.\2\\overline{\3\4}",
         ),
         (r"(?<=\d)\s*\^\s*\{?\s*\\(?:text|mathrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?", ""),
         (r"((?<!1)1(?=st)|(?<!1)2(?=nd)|(?<!1)3(?=rd)|\d(?=th))(?:st|nd|rd|th)(?![A-Za-z])", r"\1"),
         (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?)0*(\d+)(?![\w.])", r"\1\\times 10^{\2\3}"),
         (r"\\degree(?![A-Za-z])", r"^\\circ "),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
+        (r"(?i)^(?:\\text\s*\{)?\s*(?:the\s+)?empty\s+set\s*\}?$", r"\\emptyset"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (
             rf"(\\(?:sin|cos|tan|cot|sec|csc)\s*{_SMALL_POWER})\s*(?:{_IN_DEGREES}|\(\s*{_IN_DEGREES}\s*\))",
             r"\1(\\frac{\2\3\\pi}{180})",
         ),
-        (r"(?:USD|EUR|GBP)\s*(?=[\d.])|US\s*(?=\\?\$)", ""),
+        (r"(?:USD|EUR|GBP|Rs\.?)\s*(?=[\d.])|US\s*(?=\\?\$)", ""),
         (r"[€£¥₹]|\\?\$|\\(?:textdollar|texteuro|euro|pounds)(?![A-Za-z])", ""),
         (r"(?:\\text\s*\{\s*|\b)per\s?cent\s*\}?\s*$", r"\\%"),
         (
@@ -286,10 +309,11 @@ _WRAPPERS = tuple(
         r"\$\$?([^$]+)\$\$?",
         r"\\\[((?:(?!\\\[).)+)\\\]",
         r"\\\(((?:(?!\\\().)+)\\\)",
-        r"(?:\\approx|≈|=|[A-Za-z]\s*\\equiv(?![A-Za-z]))\s*(.+)",
+        r"(?:\\approx|\\therefore(?![A-Za-z])|\\(?:Rightarrow|implies)(?![A-Za-z])|≈|=|[A-Za-z]\s*\\equiv(?![A-Za-z]))\s*(.+)",
         r"\\displaystyle(?![A-Za-z])\s*(.+)",
-        rf"{_TEXT_COMMAND}\s*\{{[^{{}}\d]*(?:[:=]|\bis)\s*\}}\s*(.+)",
+        rf"{TEXT_COMMAND}\s*\{{[^{{}}\d]*(?:[:=]|\bis)\s*\}}\s*(.+)",
         r"(?:[A-Za-z]{2,}\s+)*[A-Za-z]{2,}\s*:\s*([^:]+)",
+        r"(?i:the\s+(?:correct\s+|final\s+)?answer\s+is)\s+(.+)",
         r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\||\\mid(?![A-Za-z])|:)((?:(?!\\\}).)*)\\\}",
         r"(.+?)(?:\s*(?<!\\)[;,:]|(?<!\.)\.)",
     )
@@ -302,19 +326,19 @@ _SCALED = re.compile(
 _SCIENTIFIC = re.compile(
     r"([+-]?)\s*(?:([\d.,]+)\s*(?:\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|\*|[xX])\s*)?10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|([+-]?\d{1,3}))"
 )
+_BOTH_SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _DEGREES = re.compile(r"(?<=\d)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})$")
 _EXPONENT = re.compile(r"\^\s*(?:\{([^{}]*)\}|(\d?\.\d+))")
 _SHORT_DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d{1,4})(?![\d.])")
 _REPEATING_DOTS = re.compile(r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?|(?<=\.)\((\d+)\)")
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{\s*(\d+)\s*\}")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _POWER = r"(?:\s*\^\s*\{?-?\d\}?)?"
-_UNIT_IN_TEXT = rf"{_TEXT_COMMAND}\s*\{{(?:[^{{}}\d]|\^\s*(?:\{{-?\d\}}|-?\d))*\}}"
+_UNIT_IN_TEXT = rf"{TEXT_COMMAND}\s*\{{(?:[^{{}}\d]|\^\s*(?:\{{-?\d\}}|-?\d))*\}}"
 _UNIT_AS_TEXT = re.compile(
     rf"\s*(?:(?:{_UNIT_IN_TEXT}|\\[dt]?frac\s*\{{{_UNIT_IN_TEXT}{_POWER}\}}\s*\{{{_UNIT_IN_TEXT}{_POWER}\}}"
     rf"|\\(?:cdot|per|mu|Omega)(?![A-Za-z])){_POWER}[\s/.]*)+"
     r"(?=[,;)\]]|\\\}|$)"
 )
-_SHORT_UNITS = r"cm|mm|km|kg|mg|ml|mL|lb|oz|ft|yd|mi|hr|in|m/s|km/h|[AaPp]\.?[Mm]"
 # The alternatives exclude each other: if two of them could match one word, a search would take
 # exponential time.
 _WORD = rf"(?:{_SHORT_UNITS}|[A-Za-z]{{3,}})(?![A-Za-z])"
@@ -327,7 +351,7 @@ _UNIT_AS_SYMBOL = re.compile(
 )
 """A number with a space and one letter, as in `5 m`. Beside a plain number the letter is a unit."""
 _LETTERS = re.compile(r"[A-Za-z]+")
-_NOT_A_WORD = re.compile(rf"{_TEXT_COMMAND}|\\(?:mu|Omega)(?![A-Za-z])")
+_NOT_A_WORD = re.compile(rf"{TEXT_COMMAND}|\\(?:mu|Omega)(?![A-Za-z])")
 _NO_UNITS = frozenset(
     # Words that join, condition or scale what stands before them, and names of functions and
     # variables.
@@ -339,39 +363,44 @@ _NO_UNITS = frozenset(
     """.split()  # noqa: SIM905
 )
 _TIME_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.?\s?m\b\.?[\s}]*$", re.IGNORECASE)
-_AROUND_NUMBER = re.compile(rf"{_TEXT_COMMAND}|\\[!,;: ]|[\s{{}}~*]")
+_AROUND_NUMBER = re.compile(rf"{TEXT_COMMAND}|\\[!,;: ]|[\s{{}}~*]")
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?(?:([ap])\.?m)?\.?", re.IGNORECASE)
-_DATE = re.compile(r"\d{4}-\d\d-\d\d")
-_RATIO_SIGN = re.compile(rf"(?::|\bto\b|{_TEXT_COMMAND}\s*\{{\s*to\s*\}})")
+_ISO_DATE = re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)")
+_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()  # noqa: SIM905
+_MONTH = rf"(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"
+_DATES = (
+    _ISO_DATE,
+    *(
+        re.compile(rf"{day_and_month}(?:,?\s*(?P<year>\d{{4}}))?", re.IGNORECASE)
+        for day_and_month in (
+            rf"{_MONTH}\s*(?P<day>\d\d?)(?:st|nd|rd|th)?",
+            rf"(?P<day>\d\d?)(?:st|nd|rd|th)?\s*(?:of\s+)?{_MONTH}",
+        )
+    ),
+)
+_RATIO_SIGN = re.compile(rf"(?::|\bto\b|{TEXT_COMMAND}\s*\{{\s*to\s*\}})")
 _RATIO_PART = re.compile(r"\d{1,20}(?:\.\d{1,20})?")
 _PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%")
 _QUANTITY = r"([+-]?\d+(?:\.\d+)?)\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)"
 _QUANTITIES = re.compile(rf"(?:\s*{_QUANTITY}){{2,}}\s*")
-_BETWEEN_QUANTITIES = re.compile(rf"{_TEXT_COMMAND}|[{{}}~,;]|\\[ ,;]|\band\b")
-_MEASURE = re.compile(
-    r"(\\?\$)?([+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/[1-9]\d*)?)([A-Za-z]*)\.?"
-)
-_SIZES = {
-    "money": {"cent": 1, "dollar": 100},
-    "time": {"second": 1, "sec": 1, "minute": 60, "min": 60, "hour": 3600, "hr": 3600}
-    | {"day": 86400, "week": 7 * 86400},
-    "metric": {"mm": 1, "millimeter": 1, "cm": 10, "centimeter": 10, "m": 1000, "meter": 1000}
-    | {"km": 10**6, "kilometer": 10**6},
-    "length": {"in": 1, "inch": 1, "foot": 12, "feet": 12, "ft": 12, "yard": 36, "mile": 63360},
-    "mass": {"gram": 1, "g": 1, "kg": 1000, "kilogram": 1000},
-}
+_BETWEEN_QUANTITIES = re.compile(rf"{TEXT_COMMAND}|[{{}}~,;]|\\[ ,;]|\band\b")
 _WITH_BASE = re.compile(
-    rf"([0-9A-Fa-f]+)\s*_\s*(?:(\d)|\{{\s*(?:{_TEXT_COMMAND}\s*\{{)?\s*\(?\s*(\w+)\s*\)?\s*\}}?\s*\}})"
+    rf"([0-9A-Fa-f]+)\s*_\s*(?:(\d)|\{{\s*(?:{TEXT_COMMAND}\s*\{{)?\s*\(?\s*(\w+)\s*\)?\s*\}}?\s*\}})"
 )
 _BASES = "zero one two three four five six seven eight nine ten".split()  # noqa: SIM905
 _CHOICE = re.compile(
-    rf"(?:{_TEXT_COMMAND}\s*\{{\s*)?(?:\(([A-J])\)|([A-J])[).:])\s*(\}}?)\s*"
+    rf"(?:{TEXT_COMMAND}\s*\{{\s*)?(?:\(([A-J])\)|([A-J])[).:])\s*(\}}?)\s*"
     r"(?![,;&]|(?:\\text\s*\{\s*)?(?:and|or)\b)((?:(?!\([A-J]\)).)*)",
     re.DOTALL,
 )
 _LONE_CHOICE = re.compile(r"[A-J]")
 _CAPITALISED = re.compile(r"[A-Z][a-z]{2,}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
+_SAME_WORDS = {"dne": "does not exist"}
+_NUMBER_WORDS = """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+    sixteen seventeen eighteen nineteen twenty
+    """.split()  # noqa: SIM905
 _LONG_WORD = re.compile(r"[A-Za-z]{4,}")
 
 
@@ -381,9 +410,7 @@ def spelled(text: str) -> str:
     >>> spelled(r"18\ \text{dollars}"), spelled("3 1/2 cups"), spelled("x^2+3t"), spelled(r"**90°**")
     ('18', '3\\frac{1}{2}', 'x^2+3t', '90^\\circ')
     """
-    text = _RAISED.sub(lambda power: f"^{{{_as_digits(power)}}}", text)
-    text = _LOWERED.sub(lambda index: f"_{{{_as_digits(index)}}}", text)
-    text = _unwrapped(text.translate(_CHARACTERS))
+    text = _in_plain_characters(text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _SCALED.sub(_scale, text)
@@ -393,6 +420,13 @@ def spelled(text: str) -> str:
     if grouped := _GROUPED.match(text):
         text = grouped[1] + grouped[2].replace(",", "") + text[grouped.end() :]
     return _unwrapped(text)
+
+
+def _in_plain_characters(text: str) -> str:
+    """Return an answer without what stands around it, and with LaTeX for typographic characters."""
+    text = _RAISED.sub(lambda power: f"^{{{_as_digits(power)}}}", text)
+    text = _LOWERED.sub(lambda index: f"_{{{_as_digits(index)}}}", text)
+    return _unwrapped(text.translate(_CHARACTERS))
 
 
 def plain_number(text: str) -> str:
@@ -439,30 +473,30 @@ def quantities(text: str) -> dict[str, Decimal] | None:
     return amounts if len(amounts) == len(found) else None
 
 
-def measure(text: str) -> tuple[str, Fraction] | None:
-    """Return kind and amount of a number with a common unit; None for everything else.
+def date(text: str) -> tuple[int | None, int, int] | None:
+    """Return year, month and day of an answer that is nothing but a date; None for every other.
 
-    >>> measure("2 hours") == measure("120 minutes"), measure("$3"), measure("3 apples")
-    (True, ('money', Fraction(300, 1)), None)
+    >>> date("March 5th, 2020"), date("5 March"), date("2020-03-05")
+    ((2020, 3, 5), (None, 3, 5), (2020, 3, 5))
     """
-    match = _MEASURE.fullmatch(_AROUND_NUMBER.sub("", _unwrapped(text.translate(_CHARACTERS))))
-    if match is None or bool(match[1]) == bool(match[3]):
-        return None
-    unit = "dollar" if match[1] else match[3]
-    unit = unit.lower() if len(unit) > 2 else unit
-    for kind, sizes in _SIZES.items():
-        for name in (unit, unit.removesuffix("s"), unit.removesuffix("es")):
-            if name in sizes:
-                return kind, Fraction(match[2].replace(",", "")) * sizes[name]
+    flat = re.sub(rf"{TEXT_COMMAND}|\\[!,;: ]|[\s{{}}~*]+", " ", text).strip(" .$")
+    for match in (pattern.fullmatch(flat) for pattern in _DATES):
+        if match:
+            month = match["month"]
+            number = int(month) if month.isdigit() else _MONTHS.index(month[:3].lower()) + 1
+            return int(match["year"]) if match["year"] else None, number, int(match["day"])
     return None
 
 
 def clock(text: str) -> tuple[int, int, str] | None:
-    """Return hour, minute and `a`, `p` or nothing of a time such as `10:05` or `4 pm`.
+    """Return hour, minute and `a`, `p` or nothing of a time such as `10:05`, `4 pm` or `noon`.
 
     The ratio `10:5` has no time.
     """
-    match = _CLOCK.fullmatch(_AROUND_NUMBER.sub("", text).strip("$"))
+    flat = _AROUND_NUMBER.sub("", text).strip("$").removesuffix(".").lower()
+    if flat in ("noon", "midnight"):
+        return 12, 0, "p" if flat == "noon" else "a"
+    match = _CLOCK.fullmatch(re.sub("^(\\d\\d?)o'clock", r"\1:00", flat))
     if match is None or not (match[2] or match[3]):
         return None
     return int(match[1]), int(match[2] or 0), (match[3] or "").lower()
@@ -489,7 +523,7 @@ def ratio(text: str) -> list[Fraction] | None:
 
 def with_base(text: str) -> tuple[str, str] | None:
     r"""Return digits and base of a number such as `101_2` or `2516_{8}`; None for everything else."""
-    match = _WITH_BASE.fullmatch(text)
+    match = _WITH_BASE.fullmatch(re.sub(rf"{TEXT_COMMAND}\s*\{{\s*([0-9A-F]+)\s*\}}", r"\1", text))
     if match is None:
         return None
     base = match[2] or match[3]
@@ -514,10 +548,23 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 def words_of(text: str) -> str | None:
-    r"""Return the words of an answer that is nothing but words, in lower case: `\text{No solution}`."""
+    r"""Return the words of an answer that is nothing but words, in lower case.
+
+    The order of words that "and" joins, and an article in front, do not count.
+
+    >>> words_of(r"\text{No solutions}"), words_of("red and blue"), words_of("the circle")
+    ('no solution', 'blue and red', 'circle')
+    """
     if whole := _WHOLE_TEXT.fullmatch(text):
         text = whole[1]
-    return " ".join(text.lower().split()) if _WORDS.fullmatch(text.strip()) else None
+    text = " ".join(text.lower().split())
+    if not _WORDS.fullmatch(text):
+        return None
+    text = re.sub(r"^(?:the|an?) (?=[a-z]{2})", "", text)
+    if text.startswith("no "):
+        text = text.removesuffix("s")
+    names = sorted(re.split(r"\s+and\s+", text))
+    return _SAME_WORDS.get(text, " and ".join(names))
 
 
 def _are_texts(one: str, other: str) -> bool:
@@ -583,7 +630,7 @@ def _exact(exponent: re.Match[str]) -> str:
 
 def _fraction(number: re.Match[str]) -> str:
     """Return a repeating decimal, such as `0.1` and a 6 under a bar, as a fraction."""
-    whole, once, again = number[1] or "0", number[2], number[3]
+    whole, once, again = number[1] or "0", number[2], number[3] or number[4]
     nines = int("9" * len(again) + "0" * len(once))
     above = int(whole + once + again) - int(whole + once)
     return rf"\frac{{{above}}}{{{nines}}}"
@@ -604,12 +651,13 @@ SMALL = 1e-3
 _CURRENCY = r"(?:\\?\$\s*|[€£¥₹]\s*)"
 _NUMBER = re.compile(
     rf"(?P<sign>[+-]?)\s*{_CURRENCY}*(?P<inner>[+-]?)"
-    r"(?P<digits>(?:[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?P<digits>[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}|\.[0-9]+"
+    r"|(?:[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+|(?:'[0-9]{3})+)|[0-9]+)(?:\.[0-9]*)?)"
     r"(?P<exponent>[eE][+-]?[0-9]{1,3})?"
     rf"\s*{_CURRENCY}*\.?"
 )
 _SPELLINGS = str.maketrans(
-    "０１２３４５６７８９，．－＋−–‐‑\u00a0\u2009\u202f", "0123456789,.-+----   "
+    "０１２３４５６７８９，．－＋−–‐‑\u00a0\u2009\u202f’", "0123456789,.-+----   '"
 )
 _LATEX_COMMA = re.compile(r",\\!|\{,\}|\\,")
 _SPACE_IN_LIST = re.compile(r"\s*,\s*")
@@ -618,7 +666,8 @@ _SPACE_IN_LIST = re.compile(r"\s*,\s*")
 def as_number(text: str) -> Decimal | None:
     r"""Return a plain number as people write it (`$1,234.50`, `-3`, `1e5`), or None for everything else.
 
-    A comma or a space separates thousands only in its places: `1,234` and `1 234` are numbers, `1,2` is two.
+    A comma, a space or an apostrophe separates thousands only in its places: `1,234` and `1 234` are
+    numbers, `1,2` is two. Two points or more do so too, as in `1.234.567`.
     LaTeX's spellings of the comma (`1{,}234`, `1,\!234`, `1\,234`) and full-width digits are read too. Percent
     signs, underscores and units make no plain number.
 
@@ -632,7 +681,19 @@ def as_number(text: str) -> Decimal | None:
     if match is None or (match["sign"] and match["inner"]):
         return None
     sign = match["sign"] or match["inner"]
-    return Decimal(f"{sign}{re.sub('[, ]', '', match['digits'])}{match['exponent'] or ''}")
+    digits = re.sub("[, ']", "", match["digits"])
+    if digits.count(".") > 1:  # 1.234.567
+        digits = digits.replace(".", "")
+    return Decimal(f"{sign}{digits}{match['exponent'] or ''}")
+
+
+def _currency(text: str) -> str | None:
+    """Return the sign of the currency of a plain number; None without one.
+
+    Two dollar signs are the delimiters of mathematics.
+    """
+    signs = re.findall("[$€£¥₹]", text)
+    return signs[0] if len(signs) == 1 else None
 
 
 def number_in(answer: str) -> Decimal | None:
@@ -658,7 +719,8 @@ def compare_plainly(gold: str, answer: str) -> bool | None:
     """
     numbers = as_number(gold), as_number(answer)
     if numbers[0] is not None and numbers[1] is not None:
-        return numbers[0] == numbers[1]
+        currencies = _currency(gold), _currency(answer)
+        return numbers[0] == numbers[1] and (None in currencies or currencies[0] == currencies[1])
     texts = [_SPACE_IN_LIST.sub(",", text.strip()) for text in (gold, answer)]
     if texts[0] == texts[1]:
         return bool(texts[0])
@@ -675,7 +737,10 @@ def _compare_spelled(gold: str, answer: str) -> bool | None:
     one, other = spelled(gold), spelled(answer)
     if one and one == other:
         return True
-    if _DATE.fullmatch(one) or _DATE.fullmatch(other):
+    dates = date(gold), date(answer)
+    if dates[0] and dates[1]:
+        return dates[0][1:] == dates[1][1:] and dates[0][0] in (None, dates[1][0])
+    if _ISO_DATE.fullmatch(one) or _ISO_DATE.fullmatch(other):
         return False
     for reading in (_as_spelled_number, clock, ratio, with_base):
         values = reading(one), reading(other)
@@ -698,15 +763,19 @@ def _compare_amounts(gold: str, answer: str) -> bool | None:
     amounts = quantities(gold), quantities(answer)
     if amounts[0] and amounts[1] and amounts[0].keys() == amounts[1].keys():
         return amounts[0] == amounts[1]
-    measures = measure(gold), measure(answer)
-    if measures[0] and measures[1] and measures[0][0] == measures[1][0]:
-        return measures[0] == measures[1]
+    measures = [measure(_in_plain_characters(text)) for text in (gold, answer)]
+    if measures[0] and measures[1]:
+        equal = equal_measures(measures[0], measures[1])
+        if equal is not None:
+            return equal
     times = clock(gold), clock(answer)
     return _same_time(times[0], times[1]) if times[0] and times[1] else None
 
 
 def _as_spelled_number(text: str) -> Decimal | None:
     symbol = _UNIT_AS_SYMBOL.fullmatch(text)
+    if (word := words_of(text)) in _NUMBER_WORDS:
+        return Decimal(_NUMBER_WORDS.index(word))
     return as_number(plain_number(symbol[1] if symbol else text))
 
 
@@ -726,6 +795,9 @@ def _compare_percentages(one: str, other: str) -> bool | None:
 
 def _compare_choices(one: str, other: str) -> bool | None:
     """Compare two answers, one of them a labelled choice; None if the contents must decide."""
+    several = _several_choices(one), _several_choices(other)
+    if several[0] and several[1]:
+        return several[0] == several[1]
     choices = choice(one), choice(other)
     if choices[0] is not None and choices[1] is not None:
         if choices[0][0] != choices[1][0]:
@@ -735,13 +807,30 @@ def _compare_choices(one: str, other: str) -> bool | None:
     return None
 
 
+def _several_choices(text: str) -> list[str] | None:
+    """Return the letters of `AC` or `A, C` in order; None for everything else."""
+    letters = re.sub(rf"{_BETWEEN_VALUES.pattern}|[\s()]", "", text)
+    return sorted(letters) if re.fullmatch("[A-J]{2,}", letters) else None
+
+
 def _content(text: str) -> str:
     """Return an answer in one spelling, without the label of a choice."""
     text = spelled(text)
     labelled = choice(text)
-    if labelled is None or not labelled[1]:
+    if labelled is not None and labelled[1]:
+        text = spelled(labelled[1])
+    return _with_both_signs(text)
+
+
+def _with_both_signs(text: str) -> str:
+    r"""Return a formula with `\pm` inside a fraction or root as a list of two."""
+    sign = _BOTH_SIGNS.search(text)
+    if sign is None or len(_BOTH_SIGNS.findall(text)) > 1 or "," in text or r"\{" in text:
         return text
-    return spelled(labelled[1])
+    before, behind = text[: sign.start()], text[sign.end() :]
+    if before.count("{") == before.count("}"):
+        return text
+    return f"{before}+{behind}, {before}-{behind}"
 
 
 _VECTOR = re.compile(
@@ -749,15 +838,22 @@ _VECTOR = re.compile(
     re.DOTALL,
 )
 _TUPLE = re.compile(r"\(.*,.*\)", re.DOTALL)
-_BETWEEN_VALUES = re.compile(rf"(?:[,;]|\band\b|{_TEXT_COMMAND}\s*\{{\s*and\s*\}})")
+_ONE_TUPLE = re.compile(r"\((?:(?!\\[{}])[^()\[\]])*,(?:(?!\\[{}])[^()\[\]])*\)")
+_SET = re.compile(r"\\\{[^()]*,[^()]*\\\}")
+_LIST = re.compile(r"(?!.*\\(?:\{|begin|pm|mp))[^()\[\]|<>=]*,[^()\[\]|<>=]*")
+_BETWEEN_VALUES = re.compile(rf"(?:[,;]|\band\b|{TEXT_COMMAND}\s*\{{\s*and\s*\}})")
 _ASSIGNMENT = re.compile(r"([A-Za-z])\s*=\s*([^=]+)")
 
 
 def _with_tuples(one: str, other: str) -> tuple[str, str]:
-    """Return two answers in which assignments, or a vector, are a tuple if only one has them."""
+    """Return two answers in which assignments, a vector or a list are a tuple if only one has them."""
     values = assignments(one), assignments(other)
     if bool(values[0]) != bool(values[1]):
         one, other = values[0] or one, values[1] or other
+    if _ONE_TUPLE.fullmatch(other) and _LIST.fullmatch(one):
+        return f"({one})", other
+    if _ONE_TUPLE.fullmatch(one) and _LIST.fullmatch(other):
+        return one, f"({other})"
     if _TUPLE.fullmatch(other):
         return vector(one) or one, other
     if _TUPLE.fullmatch(one):
@@ -803,10 +899,15 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
     Call it in a process's main thread.
     """
     gold, answer = _with_tuples(_content(gold), _content(answer))
+    if any(
+        _SET.fullmatch(a) and _ONE_TUPLE.fullmatch(b) for a, b in ((gold, answer), (answer, gold))
+    ):
+        return False
+    gold, answer = _in_radians(gold, answer), _in_radians(answer, gold)
     percentages = percentage(gold), percentage(answer)
     try:
         if percentages == (None, None):
-            return _equal_expressions(gold, answer)
+            return _equal_expressions(gold, answer) and _repeats_alike(gold, answer)
         if _equal_expressions(percentages[0] or gold, percentages[1] or answer):
             return True
         # A percentage also equals the share: 5 % is 5 and also 0.05.
@@ -817,10 +918,63 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
         return False
 
 
+@functools.cache
+def _read_products() -> None:
+    """Make latex2sympy2 read `{2}(3)` as a product.
+
+    By itself it reads each integer with a positive fraction behind it as a mixed number, here 5. Only
+    digits in front of a `\\frac` are one.
+    """
+    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
+    from sympy import Expr, Matrix
+
+    original = _Latex2Sympy.convert_postfix_list
+
+    def convert_postfix_list(self: Any, parts: list[Any], first: int = 0) -> Any:
+        texts = [part.getText() for part in parts[first : first + 2]]
+        if len(texts) < 2 or (texts[0].isdigit() and texts[1].lstrip("{").startswith(r"\frac")):
+            return original(self, parts, first)
+        left = self.convert_postfix(parts[first])
+        if isinstance(left, list):  # a derivative
+            return original(self, parts, first)
+        if not isinstance(left, Expr | Matrix):
+            return left
+        right = self.convert_postfix_list(parts, first + 1)
+        matrices = any(getattr(value, "is_Matrix", False) for value in (left, right))
+        return (self.mat_mul_flat if matrices else self.mul_flat)(left, right)
+
+    _Latex2Sympy.convert_postfix_list = convert_postfix_list
+
+
+def _in_radians(text: str, other: str) -> str:
+    """Return degrees as radians if the other answer has a multiple of pi instead of degrees."""
+    degrees = _DEGREES.search(text)
+    if degrees is None or r"\circ" in other or r"\pi" not in other:
+        return text
+    return rf"({text[: degrees.start()]})\frac{{\pi}}{{180}}"
+
+
+def _repeats_alike(gold: str, answer: str) -> bool:
+    """Return whether the answer repeats entries of a list as the gold answer does, as in `3, 3, 8`."""
+    if not (_LIST.fullmatch(gold) and _LIST.fullmatch(answer)):
+        return True
+    expected, entries = (
+        [entry.strip() for entry in re.split(r",(?!\d{3}(?!\d))|;", text)]
+        for text in (gold, answer)
+    )
+    if len(set(expected)) == len(expected):
+        return True
+    return len(expected) == len(entries) and all(
+        expected.count(entry) == sum(_equal_expressions(entry, each) for each in entries)
+        for entry in set(expected)
+    )
+
+
 def _equal_expressions(gold: str, answer: str) -> bool:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
+    _read_products()
     reading = [
         LatexExtractionConfig(
             boxed_match_priority=0,
@@ -850,15 +1004,18 @@ def _equal_expressions(gold: str, answer: str) -> bool:
 
 
 def _united(value: Any, text: str) -> Any:
-    """Return inequalities that "or" joins as one set of numbers; every other value unchanged."""
-    from sympy import Eq, FiniteSet, Ne, Union
+    """Return inequalities that "or" or "and" joins as one set of numbers; others unchanged."""
+    from sympy import Eq, FiniteSet, Intersection, Ne, Rel, Union
     from sympy.logic.boolalg import Boolean
 
-    if not isinstance(value, FiniteSet) or not re.search(r"\bor\b", text):
+    words = set(re.findall(r"\b(?:or|and)\b", text))
+    if not isinstance(value, FiniteSet) or len(words) != 1:
         return value
-    if not all(isinstance(each, Boolean) and not each.has(Eq, Ne) for each in value):
+    if not all(
+        isinstance(each, Boolean) and each.has(Rel) and not each.has(Eq, Ne) for each in value
+    ):
         return value
-    return Union(*(each.as_set() for each in value))
+    return (Union if "or" in words else Intersection)(*(each.as_set() for each in value))
 
 
 def _with_imaginary_unit(value: Any) -> Any:

@@ -83,6 +83,46 @@ RIGHT = {
         (r"(-\infty,2)\cup(3,\infty)", r"x<2\text{ or }x>3"), (r"(-\infty,-1)\cup(1,2)", "x<-1 or 1<x<2"),
         ("x<2 or x>3", r"(-\infty,2)\cup(3,\infty)"),
     ],
+    "products of braces and brackets": [
+        ("6", "{2}(3)"), ("24", "{2}(3)(4)"), ("-6", "{-2}(3)"), ("7", "1+{2}(3)"), ("6", "{2}{(3)}"), ("6", r"{\bf 2}(3)"),
+        ("6", r"\mathbf{2}(3)"), ("12", "3[4]"), ("12", r"{2}^{2}(3)"), ("7/2", r"3{\frac12}"), ("-7/2", r"-3\tfrac12"),
+    ],
+    "amounts of one dimension": [
+        (r"\frac12 hour", "30 minutes"), (r"\frac{1}{2} hour", r"\frac12 hour"), ("1/2", r"\frac12 hour"),
+        ("1 1/2 hours", "90 minutes"), ("1 hour 30 minutes", "90 minutes"), ("5 ft 6 in", "66 inches"), ("36 km/h", "10 m/s"),
+        ("5 cm^2", "5 square centimeters"), ("5 cm^2", r"5\text{ cm}^2"), ("1 m^2", "10000 cm^2"), ("1 liter", "1000 mL"),
+        ("5 cm^3", "5 mL"), ("16 oz", "1 pound"), (r"5\times 10^{3}\text{ m}", "5 km"), ("60 mph", "60 miles per hour"),
+        ("$5.50", "5 dollars and 50 cents"), ("1 inch", "2.54 cm"), ("£5", "5 pounds"), ("5 minutes", "5 m"),
+        ("$5", "$5 per hour"),
+        ("90 degrees", "90°F"), ("5 J", "5 N m"), (r"9.8\,\frac{\text{m}}{\text{s}^2}", "9.8 m/s^2"), ("12", "12 (cm)"),
+        ("5", "$5/hour"),
+    ],
+    "both signs inside a fraction": [(r"\frac{-1\pm\sqrt5}{2}", r"\frac{-1+\sqrt{5}}{2},\frac{-1-\sqrt{5}}{2}")],
+    "degrees and radians": [(r"\frac{\pi}{3}", r"60^\circ"), (r"60^\circ", r"\frac{\pi}{3}"), (r"\frac\pi4", r"\tan^{-1}(1)")],
+    "lists and sets": [
+        ("1,2", "(1,2)"), ("(1,2)", "1, 2"), ("3, 3, 8", "8, 3, 3"), ("0.5, 0.5, 1", r"\frac12, 1, \frac12"),
+        ("1, 2", "1, 2, 2"),
+        (r"\{(1,2),(3,4)\}", "(3,4), (1,2)"), (r"\emptyset", r"\text{empty set}"), ("x, z", r"(x)\text{ and }(z)"),
+    ],
+    "inequalities joined by and": [("1<x<2", r"x>1\text{ and }x<2"), ("1<x<2", "2>x>1")],
+    "numbers in words and other separators": [
+        ("7", "seven"), (r"\text{Twelve}", "12"), ("1234567", "1.234.567"), ("1234567", "1’234’567"), ("20%", "20％"),
+        (r"\frac{1}{1000}", r"\frac{1}{1{,}000}"), ("1/7", "0.142857142857..."), ("1/3", r"0.\overline3"), ("500", "Rs. 500"),
+    ],
+    "words": [
+        ("No solutions", "no solution"), ("DNE", "does not exist"), ("the circle", "circle"), ("red and blue", "blue and red"),
+        ("C", "The answer is C"), ("AC", "A, C"), ("A and C", "AC"),
+    ],
+    "times and dates in words": [
+        ("12:00 pm", "noon"), ("midnight", "12 am"), ("4:00 pm", "4 o'clock"), ("March 5", "5 March"), ("March 5", "March 5th"),
+        ("2020-03-05", "March 5, 2020"), (r"\text{March 5, 2020}", "5 March 2020"), ("March 5", "March 5, 2020"),
+    ],
+    "more commands": [
+        ("12", r"\mathtt{12}"), ("12", r"12 \tag{1}"), ("5", r"\therefore x=5"), ("5", r"\Rightarrow 5"), ("x^2", "x**2"),
+        (r"\phi", r"\varphi"), ("2", r"\lg 100"),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{smallmatrix}1&2\\3&4\end{smallmatrix}"),
+        ("432_5", "432 (base 5)"), ("432_5", r"432\text{ in base 5}"),
+    ],
     "other commands": [
         ("1/2", r"\sfrac{1}{2}"), ("1/2", r"\nicefrac12"), (r"5\sqrt2", "5*sqrt{2}"), (r"\lfloor x\rfloor", "⌊x⌋"),
         (r"\infty", r"\text{infinity}"), ("12/99", r"0.\dot{1}\dot{2}"),
@@ -112,6 +152,37 @@ WRONG = {
     "times": [
         ("4:00 pm", "4 am"), ("4:00 pm", "4:30 pm"), ("4:00 pm", "5 pm"), ("16:00", "4:00 am"), ("12:00 pm", "12 am"),
         ("4:00 pm", "4"), ("10:30", "22:30"), ("12:30 pm", "0:30"),
+    ],
+    "products of braces and brackets": [
+        ("5", "{2}(3)"), ("9", "{2}(3)(4)"), ("1", "{-2}(3)"), ("6", "1+{2}(3)"), ("5", "{2}{(3)}"), ("5", r"\mathbf{2}(3)"),
+        ("7", "3[4]"), ("7", r"{2}^{2}(3)"), ("3/2", r"3{\frac12}"), ("5", r"\frac{4}{2}(3)"),
+    ],
+    "amounts of other dimensions": [
+        ("5 cm", "5 cm^2"), ("5 cm^2", "5 cm"), ("5 square feet", "5 feet"), ("60 mph", "60 km/h"), ("5 kg", "5 lb"),
+        ("5 hours", "5 km"), (r"9.8\text{ m/s}^2", "9.8 m/s"), ("5 liters", "5 mL"), (r"20^\circ C", r"20^\circ F"),
+        (r"30^\circ", r"30\text{ radians}"), (r"\frac12 hour", "1/2 minute"), ("20 N", "20 J"), ("10 minutes", "10 miles"),
+        ("$5", "€5"), ("5 euros", "5 dollars"), ("1 hour 30 minutes", "1.3 hours"), ("5 ft 6 in", "5.6 ft"),
+        ("2 hours, 3 hours", "5 hours"),
+    ],
+    "both signs inside a fraction": [
+        (r"\frac{-1\pm\sqrt5}{2}", r"\frac{-1+\sqrt{5}}{2}"), (r"\frac{-1\pm\sqrt5}{2}", r"\frac{1\pm\sqrt5}{2}"),
+    ],
+    "degrees and radians": [(r"60^\circ", r"\frac\pi6"), ("30", r"30\pi"), (r"\frac{\pi}{6}", "30")],
+    "lists and sets": [
+        ("1,2", "(2,1)"), ("(1,2)", "2,1"), (r"\{1,2\}", "(1,2)"), ("3, 3, 8", "3, 8, 8"), ("3, 3, 8", "3, 8"),
+        ("0.5, 0.5, 1", r"\frac12, 1, 1"),
+    ],
+    "inequalities joined by and": [("1<x<2", r"x>1\text{ and }x<3"), ("1<x<2", "1>x>2"), ("1<x<2", r"x>1\text{ or }x<2")],
+    "numbers in words and other separators": [
+        ("7", "eight"), ("1234567", "1.234.568"), ("1.234", "1234"), ("1/7", "0.142856142856..."), ("33", r"33.\overline3"),
+    ],
+    "words": [
+        ("No solutions", "one solution"), ("red and blue", "red"), ("AC", "A, B"), ("A", "AC"), ("AC", "A"),
+        ("the circle", "the square"),
+    ],
+    "times and dates in words": [
+        ("noon", "midnight"), ("12:00 pm", "midnight"), ("4:00 pm", "5 o'clock"), ("March 5", "March 6"), ("March 5", "May 5"),
+        ("2020-03-05", "May 3, 2020"), ("March 5, 2020", "March 5"), ("March 5, 2020", "March 5, 2021"),
     ],
     "dates": [("2005", "2023-03-15"), ("2023-03-15", "2023-03-16")],
     "amounts in other units": [
@@ -203,6 +274,13 @@ def test_a_wrong_answer_never_counts(gold: str, answer: str) -> None:
         r"\binom1",
         "3(1)",
         r"\sin 1^\circ",
+        "1 ft ",
+        "{1}",
+        r"\text{1}",
+        "March 1",
+        "1,",
+        "a and ",
+        "**1",
         " ",
     ],
 )
