@@ -63,6 +63,7 @@ class SkippedBatches:
         self._in_a_row: Counter[bool] = Counter()
         self._cut_short: set[bool] = set()
         self._left_out = 0
+        self._one_too_many: BatchError | None = None
 
     def skip(self, error: BatchError) -> None:
         """Leave a batch out.
@@ -77,22 +78,31 @@ class SkippedBatches:
     def cut_short(self, error: BatchError, step: int, first: int, last: int) -> None:
         """Leave out updates of a batch that taught something in those before.
 
+        If there have been too many in a row, `refuse` raises the error. The step ends before that,
+        so it is saved and has its row.
+
         Args:
             step: that the batch is for, counted from 1; first, last: of the updates, counted from
                 1.
-
-        Raises:
-            BatchError: `error`, if there have been too many in a row; what the batch taught stays.
         """
         kept = type(error)(
             f"{error}; this was update {first} of {last} of its batch, and those before are kept"
         )
-        count = self._count(kept)
         self._cut_short.add(isinstance(error, NonFiniteError))
+        try:
+            count = self._count(kept)
+        except BatchError as one_too_many:
+            self._one_too_many = one_too_many
+            return
         logger.warning(
             "Step %d: updates %d to %d of its batch are left out, what it learned in those before stays: %s (%s)",
             step, first, last, error, count,
         )  # fmt: skip
+
+    def refuse(self) -> None:
+        """Raise the error of a batch that was cut short, if it was one too many in a row."""
+        if self._one_too_many is not None:
+            raise self._one_too_many
 
     def _count(self, error: BatchError) -> str:
         kind = isinstance(error, NonFiniteError)
@@ -463,7 +473,7 @@ def guarded_step(
 
     If the first update fails, nothing was learned. If a later one fails, or a signal comes, the
     updates before it stay, the others are left out, and the step is complete. Such a batch counts
-    as skipped: one more in a row than the options allow is an error, after the end of its step.
+    as skipped: for one more in a row than the options allow, see SkippedBatches.refuse.
     After an error `optimizer.sound` is alike on every rank: whether training can go on.
 
     Between updates the model's parameters are written; after the last one the bridge writes them.
@@ -480,7 +490,6 @@ def guarded_step(
         OutOfMemoryError: memory ran out in the first update, on any rank; what the batch took is
             free again. With several ranks, in any update: they cannot go on.
         NonFiniteError: see MasterAdamW.update and BatchGradients.accumulate.
-        BatchError: there have been too many failures in a row.
         RankError: a rank failed where others wait for it, and nothing collective is possible.
         StopRequested, ParityError, ConfigError: see BatchGradients.accumulate.
     """

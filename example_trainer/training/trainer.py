@@ -336,7 +336,8 @@ class Trainer:
         return Upkeep(due, work, urgent=complete, trouble=self.bridge.server_trouble)
 
     def learn(self, batch: ReadyBatch, begun: float, waited: float) -> TakenStep:
-        """Take the step of a batch; see require_rollout_logprobs and guarded_step for the errors.
+        """Take the step of a batch; see require_rollout_logprobs, guarded_step and
+        SkippedBatches.refuse for the errors.
 
         Args:
             begun, waited: see TakenStep. The weights count as handed over once they are computed,
@@ -357,6 +358,7 @@ class Trainer:
         self._note_idle_experts()
         computed, skipped = time.perf_counter(), self.skipped.stepped()
         self.unrecorded = TakenStep(batch, learned, skipped, begun, waited, computed, computed)
+        self.skipped.refuse()
         return self.unrecorded
 
     def skip(self, error: BatchError, version: int) -> None:

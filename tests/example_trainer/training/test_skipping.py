@@ -127,6 +127,29 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_the_last_sound_step(
     assert trainers.skipped[0].startswith("the gradient of ")
 
 
+def test_a_step_that_was_cut_short_once_too_often_is_saved_and_has_its_row(
+    trainers: Trainers,
+) -> None:
+    """Its first update taught something, so the trainer that goes on begins behind it."""
+    passes = 0
+
+    def second(logprobs: torch.Tensor) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        return not_a_number(logprobs) if passes == 2 else logprobs
+
+    options = ["--checkpoint-interval", "0", "--ppo-epochs", "2"]
+    trainers.post(*range(STEPS))
+    trainers.faults[1] = second
+    with pytest.raises(NonFiniteError, match=r"this was update 2 of 2 of its batch, and those"):
+        trainers.train(*options)
+    assert trainers.saved().keys() == {2}
+    rows = [(row["step"], row["updates"], row["updates_skipped"]) for row in trainers.rows()]
+    assert rows == [(1, 2, 0), (2, 1, 1)]
+    assert trainers.train(*options, "--resume", "auto")
+    assert [row["step"] for row in trainers.rows()] == list(range(1, STEPS + 1))
+
+
 def test_both_limits_count_by_themselves_and_begin_anew_with_a_step(trainers: Trainers) -> None:
     trainers.post(*range(8))
     trainers.faults = {0: not_a_number, 1: nothing_left, 3: nothing_left, 4: not_a_number}
@@ -185,11 +208,13 @@ def test_batches_that_taught_in_part_are_in_the_row_of_those_that_taught_nothing
     skipped.cut_short(memory, step=2, first=2, last=4)
     assert skipped.stepped() == 0
     skipped.skip(nan)
+    skipped.refuse()
+    skipped.cut_short(memory, step=3, first=2, last=4)
     with pytest.raises(
         OutOfMemoryError,
         match=r"^2 batches in a row .* \(--max-skipped-batches 1\); the last: out of memory",
     ):
-        skipped.cut_short(memory, step=3, first=2, last=4)
+        skipped.refuse()
     assert skipped.stepped() == 1
     for _ in range(2):
         skipped.skip(nan)

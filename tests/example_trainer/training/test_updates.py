@@ -21,7 +21,12 @@ from example_trainer.models import Decoder
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training import step
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.step import guarded_step, make_objective, passes_ahead
+from example_trainer.training.step import (
+    SkippedBatches,
+    guarded_step,
+    make_objective,
+    passes_ahead,
+)
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
 from tests.example_trainer.training.test_skipping import not_a_number, nothing_left
@@ -232,10 +237,15 @@ def test_a_later_update_that_fails_is_counted_as_a_batch_is(
     minibatches = packed(parse_batch(make_groups(4), 64, 31), options, tokens=1000)
     model, optimizer = made()
     Passes(monkeypatch, 1, fault)
+    skipped, objective = SkippedBatches(options), make_objective(options)
+    row = guarded_step(
+        model, optimizer, minibatches, options, objective, StopSignal(), skipped=skipped
+    )
+    assert (row["updates"], row["updates_skipped"]) == (1, 1)
     with pytest.raises(
         error, match=r"; this was update 2 of 2 of its batch, and those before are kept$"
     ):
-        guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal())
+        skipped.refuse()
     assert (optimizer.steps, optimizer.updates, optimizer.sound) == (1, 1, True), (
         "the end of its step can be saved"
     )
