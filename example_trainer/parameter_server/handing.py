@@ -185,8 +185,10 @@ class Handing:
             why it must not be handed out; empty if it was.
         """
         copy, weights = self._held.pinned, order.weights
-        states = self._ranks.gather([copy.version, copy.is_sound()], "looking at what is held")
-        if any(version != weights.version for version, _ in states):
+        states = self._ranks.gather(
+            [[copy.weight_epoch, copy.version], copy.is_sound()], "looking at what is held"
+        )
+        if any(held != list(weights) for held, _ in states):
             return ""  # a shard has newer ones by now: there is another order soon
         spoilt = [rank for rank, (_, sound) in enumerate(states) if not sound]
         if spoilt:

@@ -128,7 +128,7 @@ def hand_out(server: ReceivingServer, handing: Handing) -> None:
         return
     try:
         pinned = server.ask(HeldWeights.held_pin)
-        if any(answer["version"] != order.weights.version for answer in pinned):
+        if any(Weights(one["weight_epoch"], one["version"]) != order.weights for one in pinned):
             return  # it is being replaced; the next one is due soon
         server.ask(HeldWeights.held_order, *order.weights, order.everyone)
         reason = handing.carry_out(order)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from example_trainer.command_line import parse_section
 from example_trainer.errors import BridgeError, ConfigError, ModelError
 from example_trainer.parameter_server import serving
+from example_trainer.parameter_server.handing import Order
 from example_trainer.parameter_server.held import HeldCopy, HeldWeights, held_manifest
 from example_trainer.parameter_server.options import ParameterServerOptions, Share
 from example_trainer.parameter_server.receiving import ReceivingServer
@@ -24,6 +25,7 @@ from tests.fleet_server import CONFIG
 from tests.geometries import config_of
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.server.access import Door
+from vllm_patching.server.state import Weights
 from vllm_patching.weights.families import Geometry
 
 CPU = torch.device("cpu")
@@ -101,6 +103,20 @@ def test_what_is_pinned_stays_and_the_newest_whole_version_is_what_is_there(
         )
         if pinned is not None:
             assert held.pinned.version == pinned
+
+
+def test_weights_are_handed_out_under_their_own_epoch() -> None:
+    """Another trainer has pushed the same version since the order was made."""
+    asked = []
+
+    def ask(method: Any, *args: Any) -> list[dict[str, Any]]:
+        asked.append(method.__name__)
+        return [{"tp_rank": 0, "version": 3, "weight_epoch": 8, "checksum": "c"}]
+
+    server = SimpleNamespace(check=lambda: None, bridge=SimpleNamespace(held=None), ask=ask)
+    handing = SimpleNamespace(due=lambda held: Order(Weights(7, 3), True), carry_out=None)
+    serving.hand_out(server, handing)  # type: ignore[arg-type]
+    assert asked == ["held_pin", "held_unpin"]
 
 
 def test_what_does_not_fit_is_one_line_with_the_bytes(
