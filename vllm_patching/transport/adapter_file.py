@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -145,8 +145,7 @@ def open_adapter(folder: Path, geometry: Geometry, max_rank: int) -> AdapterFile
     """
     rank, scale = _read_config(folder / CONFIG_FILE, max_rank)
     header, described, num_bytes = _read_header(folder / WEIGHTS_FILE)
-    described = {name: value for name, value in described.items() if name != "__metadata__"}
-    dtypes = {str(value["dtype"]) for value in described.values()}
+    dtypes = {item.dtype for item in described.values()}
     if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
         raise AdapterError(
             f"{folder}: the tensors are of {', '.join(sorted(dtypes)) or 'no'} dtype; give one of F32, BF16, F16"
@@ -154,7 +153,7 @@ def open_adapter(folder: Path, geometry: Geometry, max_rank: int) -> AdapterFile
     dtype = _DTYPES[dtypes.pop()]
     shapes = expected_shapes(geometry)
     matrices = []
-    for name, value in described.items():
+    for name, item in described.items():
         projection, matrix = _split(name, folder)
         if projection not in shapes:
             raise AdapterError(
@@ -162,10 +161,10 @@ def open_adapter(folder: Path, geometry: Geometry, max_rank: int) -> AdapterFile
             )
         inputs, outputs = shapes[projection]
         wanted = (rank, inputs) if matrix == "lora_A" else (outputs, rank)
-        start, stop = value["data_offsets"]
-        if tuple(value["shape"]) != wanted or stop - start != math.prod(wanted) * dtype.itemsize:
+        start, stop = item.start, item.stop
+        if item.shape != wanted or stop - start != math.prod(wanted) * dtype.itemsize:
             raise AdapterError(
-                f"{folder}: {name} has shape {value['shape']}, the served model wants {list(wanted)}"
+                f"{folder}: {name} has shape {list(item.shape)}, the served model wants {list(wanted)}"
             )
         if start % dtype.itemsize or not 0 <= start < stop <= num_bytes:
             raise AdapterError(
@@ -181,11 +180,13 @@ def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        if not math.isfinite(alpha):
+            raise ValueError(f"lora_alpha is {alpha}")
     except OSError as error:
         raise AdapterError(
             f"cannot read {path}: {error.strerror or error}; give a folder that this server can read"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise AdapterError(
             f"{path} is not PEFT's adapter_config.json of a LoRA adapter ({error!r})"
         ) from error
@@ -207,8 +208,17 @@ def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _read_header(path: Path) -> tuple[bytes, Mapping[str, Any], int]:
-    """Return the header's bytes, their content, and the number of bytes that follow."""
+class _Described(NamedTuple):
+    """A tensor as the header describes it; bytes count from the header's end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def _read_header(path: Path) -> tuple[bytes, Mapping[str, _Described], int]:
+    """Return the header's bytes, its tensors, and the number of bytes that follow."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -219,23 +229,30 @@ def _read_header(path: Path) -> tuple[bytes, Mapping[str, Any], int]:
                     f"{path} is not a safetensors file, or was cut short: it has {size} bytes"
                 )
             header = file.read(length)
-        described = json.loads(header)
-        ends = [
-            int(value["data_offsets"][1])
-            for name, value in described.items()
+        described = {
+            name: _Described(
+                str(item["dtype"]), tuple(item["shape"]), *map(int, item["data_offsets"])
+            )
+            for name, item in json.loads(header).items()
             if name != "__metadata__"
-        ]
+        }
     except OSError as error:
         raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         if isinstance(error, AdapterError):
             raise
         raise AdapterError(f"{path} is not a safetensors file: {error!r}") from error
     num_bytes = size - 8 - length
-    if max(ends, default=0) != num_bytes:
-        raise AdapterError(
-            f"{path} holds {num_bytes} bytes of data, its header describes {max(ends, default=0)}"
-        )
+    end = max((item.stop for item in described.values()), default=0)
+    if end != num_bytes:
+        raise AdapterError(f"{path} holds {num_bytes} bytes of data, its header describes {end}")
     return header, described, num_bytes
 
 

@@ -5,6 +5,7 @@ what is neither is refused.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -222,6 +223,19 @@ def no_header(folder: Path) -> None:
     (folder / WEIGHTS_FILE).write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
 
 
+def change_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        path = folder / WEIGHTS_FILE
+        data = path.read_bytes()
+        end = 8 + int(struct.unpack("<Q", data[:8])[0])
+        header = json.loads(data[8:end])
+        change(header[FIRST])
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[end:])
+
+    return rewrite
+
+
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (
@@ -273,6 +287,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         change_tensors(lambda t: t.update({FIRST: t[FIRST][:, :-1].contiguous()})),
         "the served model wants",
     ),
+    "tensor without dtype": (change_header(lambda t: t.pop("dtype")), "is not a safetensors file"),
+    "tensor without shape": (change_header(lambda t: t.pop("shape")), "is not a safetensors file"),
+    "three offsets": (
+        change_header(lambda t: t["data_offsets"].append(0)),
+        "is not a safetensors file",
+    ),
+    "endless offset": (
+        change_header(lambda t: t.update(data_offsets=[0, math.inf])),
+        "is not a safetensors file",
+    ),
+    "scale that is no number": (change_config(lora_alpha=math.nan), "lora_alpha is nan"),
+    "endless rank": (change_config(r=math.inf), "is not PEFT's adapter_config.json"),
     "two dtypes": (
         change_tensors(lambda t: t.update({FIRST: t[FIRST].half()})),
         "the tensors are of F16, F32 dtype",
