@@ -307,10 +307,12 @@ async def watch_engine(engine: Any, args: argparse.Namespace, service: LockstepS
 async def start_bridge(
     engine: Any, args: argparse.Namespace, spans: VersionSpans, timeline: ServerTimeline
 ) -> BridgeController:
-    """Start the weight bridge. Ends with one line if it cannot be started."""
-    from vllm_patching.protocol.messages import BridgeRefusal
+    """Start the weight bridge.
+
+    Raises:
+        BridgeRefusal, ConfigFileError, UnsupportedVllm: it cannot be started.
+    """
     from vllm_patching.server.bridge import BridgeController
-    from vllm_patching.server.config_file import ConfigFileError
 
     folder = Path(os.environ.get("LOGDIR", "."))
     facts = (args.model, args.dtype, args.bridge_timeout, folder)
@@ -322,9 +324,9 @@ async def start_bridge(
         await bridge.start()
         if args.colocate:
             await bridge.turns.open()
-    except (ConfigFileError, BridgeRefusal) as error:
+    except BaseException:
         await bridge.stop()
-        fail(str(error))
+        raise
     return bridge
 
 
@@ -353,11 +355,14 @@ async def run_and_clean_up(
 def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Door) -> None:
     """Hook our routes and the bridge into vLLM's server."""
     from vllm_patching.compat.loggers import worker_logger
-    from vllm_patching.compat.outputs import take_logprobs_together
+    from vllm_patching.compat.outputs import forget_unsent, take_logprobs_together
     from vllm_patching.compat.server_app import end_at_once_while_loading, wrap_server
+    from vllm_patching.compat.versions import UnsupportedVllm
+    from vllm_patching.protocol.messages import BridgeRefusal
     from vllm_patching.protocol.timeline import open_timeline
+    from vllm_patching.server.config_file import ConfigFileError
     from vllm_patching.server.generate import Generator
-    from vllm_patching.server.lora import AdapterSpans, LoraController
+    from vllm_patching.server.lora import AdapterSpans, LoraController, LoraRefusal
     from vllm_patching.server.metrics import attach_metrics
     from vllm_patching.server.routes import NOT_SHARED, LockstepService, attach
     from vllm_patching.server.state import VersionSpans
@@ -384,6 +389,16 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
 
     async def on_state(engine: Any, state: Any) -> None:
         loaded()
+        try:
+            await open_service(engine)
+        except (BridgeRefusal, ConfigFileError, LoraRefusal, UnsupportedVllm) as error:
+            fail(str(error))
+        task = asyncio.create_task(announce(state, args, logger))
+        background.add(task)
+        task.add_done_callback(background.discard)
+
+    async def open_service(engine: Any) -> None:
+        forget_unsent(engine)
         if args.deterministic:
             service.deterministic = await verify_deterministic(engine, logger)
         if shared:
@@ -397,9 +412,6 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
         await watch_engine(engine, args, service)
         service.generator = Generator(engine, spans)
         service.engine = engine
-        task = asyncio.create_task(announce(state, args, logger))
-        background.add(task)
-        task.add_done_callback(background.discard)
 
     take_logprobs_together()
     wrap_server(module, on_app, on_state)

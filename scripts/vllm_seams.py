@@ -48,7 +48,10 @@ SEAMS = (
     "vllm.config.parallel:ParallelConfig.data_parallel_index",
     # outputs.py
     f"{CLIENT}:AsyncMPClient.get_output_async",
+    f"{CLIENT}:AsyncMPClient.add_request_async",
     f"{ENGINE}.async_llm:AsyncLLM.output_processor",
+    f"{ENGINE}.output_processor:OutputProcessor.abort_requests",
+    f"{ENGINE}.output_processor:RequestState.parent_req",
     f"{ENGINE}.output_processor:OutputProcessor.add_request",
     f"{ENGINE}.output_processor:OutputProcessor.process_outputs",
     f"{ENGINE}.output_processor:OutputProcessor.request_states",
@@ -60,6 +63,8 @@ SEAMS = (
     # requests.py
     f"{ENGINE}.async_llm:AsyncLLM.input_processor",
     f"{ENGINE}.async_llm:AsyncLLM.get_tokenizer",
+    "vllm.renderers.base:BaseRenderer.tokenize_prompt_async",
+    "vllm.renderers.base:BaseRenderer.default_cmpl_tok_params",
     f"{ENGINE}.input_processor:InputProcessor.process_inputs",
     f"{ENGINE}.input_processor:InputProcessor.assign_request_id",
     "vllm.config.model:ModelConfig.logprobs_mode",

@@ -269,6 +269,27 @@ def in_flight(server: VllmServer) -> int:
     return int(httpx.get(f"{server.url}/weights", timeout=60).json()["in_flight"])
 
 
+def test_text_that_the_engine_cannot_take_is_refused_and_leaves_no_request(
+    server: VllmServer,
+) -> None:
+    """Half a surrogate pair fails in the message to the engine, on a route of vLLM's own."""
+    body = f'{{"model": {json.dumps(str(server.model))}, "prompt": [5], "stop": "\\ud800"}}'
+    for path, content, reason in (
+        ("/v1/completions", body, "the engine cannot be sent this request"),
+        ("/generate", json.dumps({"prompt": "x" * 2_000_000}), "2000000 characters"),
+    ):
+        answer = httpx.post(
+            f"{server.url}{path}",
+            content=content,
+            headers={"Content-Type": "application/json"},
+            timeout=60,
+        )
+        assert (answer.status_code, reason in answer.text) == (400, True), answer.text
+        assert in_flight(server) == 0
+    text = httpx.post(f"{server.url}/generate", json={"prompt": "Hello"}, timeout=60).json()
+    assert text["prompt_token_ids"] == load_tokenizer(str(server.model)).encode("Hello")
+
+
 @pytest.mark.timeout(LONG_SECONDS)
 def test_fuzzed_requests_do_not_break_the_server(server: VllmServer) -> None:
     """Comes last: a server that has received half an update serves no more."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vllm_patching.compat.versions import UnsupportedVllm, seam_missing, vllm_version
+from vllm_patching.compat.versions import UnsupportedVllm, seam, seam_missing, vllm_version
 
 
 def replace_batch_invariant(
@@ -80,9 +80,7 @@ def keep_nccl_variables(kept: Callable[[Callable[[], Any]], Any]) -> None:
         UnsupportedVllm: the function that pins them is missing.
     """
     module = importlib.import_module(_mode_module())
-    pin = getattr(module, "override_envs_for_invariance", None)
-    if pin is None:
-        raise UnsupportedVllm(seam_missing(f"{_mode_module()}.override_envs_for_invariance"))
+    pin = seam(module, "override_envs_for_invariance")
 
     @functools.wraps(pin)
     def override(*arguments: Any, **options: Any) -> Any:
@@ -154,9 +152,7 @@ def start_batch_invariance() -> bool:
     """
     vllm_version()  # names a missing vLLM
     module = importlib.import_module(_mode_module())
-    start = getattr(module, "init_batch_invariance", None)
-    if start is None:
-        raise UnsupportedVllm(seam_missing(f"{_mode_module()}.init_batch_invariance"))
+    start = seam(module, "init_batch_invariance")
     if inspect.signature(start).parameters:
         start(_flash_attention_backend())
     else:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_patching.compat.versions import UnsupportedVllm, seam_missing, vllm_version
+from vllm_patching.compat.versions import UnsupportedVllm, seam, seam_missing, vllm_version
 
 TAG = "kv_cache"
 """vLLM's name for the pool of keys and values."""
@@ -187,10 +187,8 @@ def pool_keys_and_values() -> None:
     """
     worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
     name = "_maybe_get_memory_pool_context"
-    if not hasattr(worker, name):
-        raise UnsupportedVllm(seam_missing(f"gpu_worker.Worker.{name}"))
+    plain: Callable[..., AbstractContextManager[Any]] = seam(worker, name)
     allocator = _allocator_module().CuMemAllocator
-    plain: Callable[..., AbstractContextManager[Any]] = getattr(worker, name)
 
     def context(self: Any, tag: str) -> AbstractContextManager[Any]:
         pool: AbstractContextManager[Any] = (

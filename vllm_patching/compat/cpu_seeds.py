@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
+from vllm_patching.compat.versions import seam
 
 
 def take_back_cpu_draws() -> None:
@@ -19,12 +19,7 @@ def take_back_cpu_draws() -> None:
     if not importlib.import_module("vllm.platforms").current_platform.is_cpu():
         return
     runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-    for name in ("_sample", "_bookkeeping_sync"):
-        if not hasattr(runner, name):
-            raise UnsupportedVllm(
-                seam_missing(f"vllm.v1.worker.gpu_model_runner.GPUModelRunner.{name}")
-            )
-    sample, bookkeeping = runner._sample, runner._bookkeeping_sync
+    sample, bookkeeping = seam(runner, "_sample"), seam(runner, "_bookkeeping_sync")
 
     def sample_and_put_back(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = [

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from vllm_patching.compat.versions import SUPPORTED, UnsupportedVllm, seam_missing, vllm_version
+from vllm_patching.compat.versions import SUPPORTED, UnsupportedVllm, seam, vllm_version
 
 
 def replicas(engine: Any) -> int:
@@ -38,6 +38,13 @@ def replica_of(vllm_config: Any) -> int:
             dense model independent.
     """
     return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def require_commands(engine: Any) -> None:
+    """Raise UnsupportedVllm unless the engine can be paused and go on as updates need it."""
+    seam(engine.engine_core, "pause_scheduler_async")
+    seam(engine.renderer, "clear_mm_cache_async")
+    seam(engine, "resume_generation")
 
 
 async def pause_and_keep(engine: Any, clear_cache: bool) -> None:
@@ -68,19 +75,16 @@ def ask_engine_cores(engine: Any, method: str, *args: Any) -> list[Awaitable[Any
     """
     client, cores = engine.engine_core, _cores(engine)
     name = "_call_utility_async" if len(cores) > 1 else "call_utility_async"
-    if not hasattr(client, name):
-        raise UnsupportedVllm(seam_missing(f"EngineCoreClient.{name}"))
+    call = seam(client, name)
     if len(cores) > 1:
-        return [
-            _known(client._call_utility_async(method, *args, engine=core), method) for core in cores
-        ]
-    return [_known(client.call_utility_async(method, *args), method)]
+        return [_known(call(method, *args, engine=core), method) for core in cores]
+    return [_known(call(method, *args), method)]
 
 
 async def ask_workers(engine: Any, method: str, args: tuple[Any, ...]) -> list[list[Any]]:
     """Call a method of every worker on its main thread: for each replica, the answers of its ranks."""
     if replicas(engine) == 1:
-        return [list(await engine.collective_rpc(method, args=args))]
+        return [list(await seam(engine, "collective_rpc")(method, args=args))]
     # As AsyncMPClient.collective_rpc_async: method, timeout, args, kwargs.
     asked = ask_engine_cores(engine, "collective_rpc", method, None, args, None)
     return [list(answers) for answers in await asyncio.gather(*asked)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
+from vllm_patching.compat.versions import seam
 
 Watch = Callable[[Any, Any], AbstractContextManager[None]]
 
@@ -20,9 +20,7 @@ def watch_processing(around: Watch) -> None:
             been loaded and ends when vLLM has processed them.
     """
     module = importlib.import_module("vllm.model_executor.model_loader.base_loader")
-    process = getattr(module, "process_weights_after_loading", None)
-    if process is None:
-        raise UnsupportedVllm(seam_missing(f"{module.__name__}.process_weights_after_loading"))
+    process = seam(module, "process_weights_after_loading")
 
     def watched(model: Any, model_config: Any, *rest: Any, **options: Any) -> Any:
         with around(model, model_config):
@@ -42,15 +40,14 @@ def reloader(model: Any, model_config: Any) -> Callable[[Mapping[str, Any]], Non
     """
     reload = importlib.import_module("vllm.model_executor.model_loader.reload")
     config = importlib.import_module("vllm.config")
-    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
-        if not hasattr(reload, name):
-            raise UnsupportedVllm(seam_missing(f"{reload.__name__}.{name}"))
+    begin = seam(reload, "initialize_layerwise_reload")
+    end = seam(reload, "finalize_layerwise_reload")
     vllm_config = config.get_current_vllm_config()
 
     def load(tensors: Mapping[str, Any]) -> None:
         with config.set_current_vllm_config(vllm_config):
-            reload.initialize_layerwise_reload(model)
+            begin(model)
             model.load_weights(iter(tensors.items()))
-            reload.finalize_layerwise_reload(model, model_config)
+            end(model, model_config)
 
     return load

@@ -7,7 +7,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
+from vllm_patching.compat.requests import caller_errors
+from vllm_patching.compat.versions import seam
 
 
 def follow_outputs(
@@ -22,7 +23,7 @@ def follow_outputs(
             left the engine (time.monotonic, seconds).
     """
     processor = engine.output_processor
-    add, process = processor.add_request, processor.process_outputs
+    add, process = seam(processor, "add_request"), seam(processor, "process_outputs")
 
     def add_and_tell(request: Any, *args: Any, **kwargs: Any) -> Any:
         answer = add(request, *args, **kwargs)
@@ -39,6 +40,32 @@ def follow_outputs(
     processor.add_request, processor.process_outputs = add_and_tell, tell_and_process
 
 
+def forget_unsent(engine: Any) -> None:
+    """Have the front end forget a request that could not be sent to the engine, and refuse it.
+
+    vLLM follows a request before it encodes it. A field with half a surrogate pair would leave the
+    request among the running ones for ever.
+    """
+    client, processor = engine.engine_core, engine.output_processor
+    add, abort = seam(client, "add_request_async"), seam(processor, "abort_requests")
+    refusal = caller_errors()[-1]
+
+    async def add_or_forget(request: Any) -> None:
+        try:
+            await add(request)
+        except Exception as error:
+            state = processor.request_states.get(request.request_id)
+            parent = getattr(state, "parent_req", None)
+            abort([(parent or request).request_id], internal=True)
+            if isinstance(error, ValueError | OverflowError | TypeError):
+                raise refusal(
+                    f"the engine cannot be sent this request: {' '.join(str(error).split())}"
+                ) from error
+            raise
+
+    client.add_request_async = add_or_forget
+
+
 class HeldOutputs:
     """Makes the engine's front end wait, when asked, before it hands the next outputs to their
     requests.
@@ -47,9 +74,7 @@ class HeldOutputs:
     def __init__(self, engine: Any) -> None:
         """Call from within the event loop of `engine`."""
         client = engine.engine_core
-        if not hasattr(client, "get_output_async"):
-            raise UnsupportedVllm(seam_missing("EngineCoreClient.get_output_async"))
-        fetch = client.get_output_async
+        fetch = seam(client, "get_output_async")
         self._free = asyncio.Event()
         self._free.set()
         self._timer: asyncio.TimerHandle | None = None
@@ -99,9 +124,7 @@ def take_logprobs_together() -> None:
     """
     processor = importlib.import_module("vllm.v1.engine.logprobs").LogprobsProcessor
     flat_kind = importlib.import_module("vllm.logprobs").FlatLogprobs
-    if not hasattr(processor, "_update_sample_logprobs"):
-        raise UnsupportedVllm(seam_missing("LogprobsProcessor._update_sample_logprobs"))
-    one_by_one = processor._update_sample_logprobs
+    one_by_one = seam(processor, "_update_sample_logprobs")
 
     def together(self: Any, rows: Any) -> None:
         flat = self.logprobs

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
+from vllm_patching.compat.versions import seam
 
 
 def check_requests(engine: Any, check: Callable[[Any], None]) -> None:
@@ -14,9 +14,7 @@ def check_requests(engine: Any, check: Callable[[Any], None]) -> None:
     becomes the caller's answer.
     """
     processor = engine.input_processor
-    if not hasattr(processor, "process_inputs"):
-        raise UnsupportedVllm(seam_missing("InputProcessor.process_inputs"))
-    process = processor.process_inputs
+    process = seam(processor, "process_inputs")
 
     def check_and_process(
         request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
@@ -32,9 +30,7 @@ def salt_prefix_cache(engine: Any, salt: Callable[[], str]) -> None:
     salt.
     """
     processor = engine.input_processor
-    if not hasattr(processor, "assign_request_id"):
-        raise UnsupportedVllm(seam_missing("InputProcessor.assign_request_id"))
-    assign = processor.assign_request_id
+    assign = seam(processor, "assign_request_id")
 
     def assign_and_salt(request: Any) -> None:
         assign(request)
@@ -47,6 +43,19 @@ async def tokenizer_of(engine: Any) -> Any:
     """The engine's tokenizer; a coroutine in some versions."""
     tokenizer = engine.get_tokenizer()
     return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
+
+
+async def tokens_of(engine: Any, text: str) -> list[int]:
+    """Return the tokens of a prompt, computed in vLLM's own thread.
+
+    Raises:
+        one of `caller_errors`: the model's context cannot hold a text of this length.
+    """
+    renderer = engine.renderer
+    prompt = await renderer.tokenize_prompt_async(
+        {"prompt": text}, renderer.default_cmpl_tok_params
+    )
+    return list(prompt["prompt_token_ids"])
 
 
 def logprobs_mode(engine: Any) -> str:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 OLDEST, NEWEST = (0, 26), (0, 33)
 """The first and the last version, major and minor, in which every seam is known to be where this
@@ -74,6 +75,18 @@ def require_device() -> None:
             "driver's), "
             f"and it is not the build for machines without one: {_REPLACE_VLLM}"
         )
+
+
+def seam(owner: Any, name: str) -> Any:
+    """Return an attribute of one of vLLM's modules, classes or objects.
+
+    Raises:
+        UnsupportedVllm: it is not there.
+    """
+    if not hasattr(owner, name):
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise UnsupportedVllm(seam_missing(f"{where}.{name}"))
+    return getattr(owner, name)
 
 
 def seam_missing(seam: str) -> str:

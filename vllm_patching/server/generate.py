@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from vllm_patching.compat.requests import (
     logprobs_mode,
     returns_routed_experts,
-    tokenizer_of,
+    tokens_of,
     vocabulary_size,
 )
 from vllm_patching.protocol.messages import Message
@@ -250,7 +250,7 @@ class Generator:
         """Return the tokens of a request's prompt. Raises ValueError for an empty text."""
         if not isinstance(request.prompt, str):
             return request.prompt.prompt_token_ids
-        token_ids = list((await tokenizer_of(self._engine)).encode(request.prompt))
+        token_ids = await tokens_of(self._engine, request.prompt)
         if not token_ids:
             raise ValueError("prompt is empty")
         return token_ids

@@ -176,7 +176,7 @@ def add_bridge_routes(router: APIRouter, service: Receives) -> None:
         ),
         InitBody,
     )
-    bridge_route("/bridge/cohort", lambda b, body: b.cohort(**body.model_dump()), CohortBody)
+    bridge_route("/bridge/cohort", lambda b, body: b.cohort(body), CohortBody)
     bridge_route("/bridge/begin", lambda b, body: b.begin(**body.model_dump()), BeginBody)
     bridge_route("/bridge/commit", lambda b, body: b.commit(**body.model_dump()), CommitBody)
     bridge_route("/bridge/abort", lambda b, body: b.abort(**body.model_dump()), AbortBody)
@@ -283,8 +283,11 @@ def make_router(service: LockstepService) -> APIRouter:
             seconds, age = await check.result(service.generator.check)
         except TimeoutError:
             return _error(503, f"no token within {CHECK_SECONDS:g} s: {service.delay()}")
-        except CutOff as error:
-            return _error(503, service.unavailable() or str(error))
+        except Exception as error:
+            reason = service.unavailable()  # not empty if the engine has ended under the check
+            if not reason and not isinstance(error, CutOff | LogprobNotFinite):
+                raise
+            return _error(503, reason or str(error))
         return JSONResponse({"status": "ok", "seconds": seconds, "age": age})
 
     @router.post("/generate")

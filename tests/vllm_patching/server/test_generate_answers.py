@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -418,3 +419,29 @@ def test_experts_of_other_tokens_are_not_answered(
 def test_experts_that_vllm_does_not_keep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="start it with --enable-return-routed-experts"):
         routed(monkeypatch, 3, keeps=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "trouble", "status"),
+    [
+        (LogprobNotFinite("NaN"), "", 503),
+        (RuntimeError(), "vLLM's engine process has died", 503),
+        (RuntimeError("unknown"), "", 500),
+    ],
+)
+def test_a_check_that_fails_is_answered_with_its_reason(
+    error: Exception, trouble: str, status: int
+) -> None:
+    async def check(seconds: float) -> float:
+        service.unavailable = lambda: trouble  # type: ignore[method-assign]
+        raise error
+
+    service = LockstepService()
+    service.generator = SimpleNamespace(check=check)  # type: ignore[assignment]
+    service.unavailable = lambda: ""  # type: ignore[method-assign]
+    app = FastAPI()
+    app.include_router(make_router(service))
+    answer = TestClient(app, raise_server_exceptions=False).get("/health_generate")
+    assert answer.status_code == status
+    if status == 503:
+        assert answer.json()["error"] == (trouble or str(error))
