@@ -152,9 +152,9 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
         def execute_model(self) -> None:
             return None
 
-        def lockstep_cohort(self, *place: Any) -> None:
+        def lockstep_cohort(self, order: Any) -> None:
             fault.come_to("cohort")
-            super().lockstep_cohort(*place)
+            super().lockstep_cohort(order)
 
         def lockstep_receive(self, version: int) -> None:
             self.spoilt = -1

@@ -22,7 +22,7 @@ from atroposlib.web.connections import connections_allowed
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parameter_server.held import HeldWeights
 from vllm_patching.engine_core.extension import verify_and_resume
-from vllm_patching.protocol.messages import CAN_VERIFY_AND_RESUME, BridgeRefusal, Writer
+from vllm_patching.protocol.messages import CAN_VERIFY_AND_RESUME, BridgeRefusal
 from vllm_patching.protocol.timeline import open_timeline
 from vllm_patching.server.access import AskAtTheDoor, Door
 from vllm_patching.server.bridge import BridgeController, Settlement
@@ -154,29 +154,17 @@ class HeldController(BridgeController):
         self.state.await_weights(NOTHING_YET)
         await self._settlement.stand_still()
 
-    async def init(
-        self,
-        trainer: str,
-        mode: str,
-        parameters: dict[str, tuple[tuple[int, ...], str]],
-        writers: Sequence[Writer],
-        transfer: str = "auto",
-        events: Sequence[str] = (),
-        weight_epoch: int = 0,
-        kernels: dict[str, str] | None = None,
-    ) -> dict[str, Any]:
-        """See BridgeController.init."""
-        if mode != "broadcast" or transfer == "direct":
-            asked = mode
-            if mode == "broadcast":
-                asked = f"--weight-transfer {transfer}"
-            raise BridgeRefusal(
-                422, f"this is a parameter server, which receives a broadcast beside what it holds, and not {asked}; start the "
-                "trainer with --weight-bridge-mode parameter_server"
-            )  # fmt: skip
-        return await super().init(
-            trainer, mode, parameters, writers, transfer, events, weight_epoch, kernels
-        )
+    def _require_way(self, mode: str, transfer: str) -> None:
+        """Refuse all but a broadcast beside what is held."""
+        if mode == "broadcast" and transfer != "direct":
+            return
+        asked = mode
+        if mode == "broadcast":
+            asked = f"--weight-transfer {transfer}"
+        raise BridgeRefusal(
+            422, f"this is a parameter server, which receives a broadcast beside what it holds, and not {asked}; start the "
+            "trainer with --weight-bridge-mode parameter_server"
+        )  # fmt: skip
 
     facts: dict[str, Any]
     """More of what /bridge/info answers."""

@@ -266,6 +266,32 @@ class LoraLoad(TypedDict):
     seconds: dict[str, float]
 
 
+class CohortOrder(TypedDict):
+    """A rank's order to meet a cohort.
+
+    Attributes:
+        host, port, secret: see Meeting.
+        key: names this forming of the cohorts.
+        members: receivers of each cohort: replicas of every server; 0: only leave.
+        index: of the first of this server's replicas among them.
+        lanes: senders to each rank, at most.
+        route: how the weights travel (see Route).
+        epoch: see CohortPlace.
+        timeout: seconds for forming, and for a whole transfer.
+    """
+
+    host: str
+    port: int
+    secret: str
+    key: str
+    members: int
+    index: int
+    lanes: int
+    route: str
+    epoch: int
+    timeout: float
+
+
 class BridgeWorker(Protocol):
     """A rank that receives weights: vLLM's worker, or a process that holds weights for others."""
 
@@ -278,19 +304,7 @@ class BridgeWorker(Protocol):
     def lockstep_aim(self, direct: bool) -> None:
         """Choose where transfers go."""
 
-    def lockstep_cohort(
-        self,
-        host: str,
-        port: int,
-        secret: str,
-        key: str,
-        members: int,
-        index: int,
-        lanes: int,
-        route: str,
-        epoch: int,
-        timeout: float,
-    ) -> None:
+    def lockstep_cohort(self, order: CohortOrder) -> None:
         """Leave the cohort and, if there are members, join another."""
 
     def lockstep_leave(self) -> None:

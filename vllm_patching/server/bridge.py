@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_patching.compat.engine import engine_is_dead, memory_share, replicas
+from vllm_patching.compat.engine import engine_is_dead, memory_share, replicas, require_commands
 from vllm_patching.compat.outputs import follow_outputs, has_requests, output_token_counts
 from vllm_patching.compat.requests import salt_prefix_cache
 from vllm_patching.protocol.manifest import Manifest, flat_layout
@@ -24,7 +24,8 @@ from vllm_patching.protocol.messages import (
     BridgeRefusal,
     BridgeWorker,
     Check,
-    Route,
+    CohortBody,
+    CohortOrder,
     Writer,
     compare,
     rank_name,
@@ -501,6 +502,7 @@ class BridgeController:
         """Open the workers' weights and write the config file. Raises whatever keeps the weights
         from being shared, or the file from being written (bridge_config.ConfigFileError).
         """
+        require_commands(self._engine)
         await self._ranks.require_engine_core()
         # A trainer whose memory were one replica's would leave the others behind.
         share_storage = replicas(self._engine) == 1
@@ -650,12 +652,8 @@ class BridgeController:
             the events.
         """
         async with self._lock:
+            self._require_way(mode, transfer)
             require_fitting(self._manifests, parameters, self._model)
-            if mode == "single_copy" and self._replicas > 1:
-                raise BridgeRefusal(
-                    409,
-                    f"this server has {self._replicas} replicas, and a single copy is the memory of one: broadcast",
-                )
             if events:
                 require_one_each("event", len(events), len(self._manifests))
             # First: the end of a turn continues the engine, which must not sample a mixture.
@@ -683,6 +681,14 @@ class BridgeController:
                 "follows_writes": follows_writes,
             }
 
+    def _require_way(self, mode: str, transfer: str) -> None:
+        """Raise BridgeRefusal unless weights can come in this way."""
+        if mode == "single_copy" and self._replicas > 1:
+            raise BridgeRefusal(
+                409,
+                f"this server has {self._replicas} replicas, and a single copy is the memory of one: broadcast",
+            )
+
     async def _follow(self, writers: Sequence[Writer], events: Sequence[str]) -> bool:
         """Prepare for the trainer that has joined. Return whether checks wait for its events."""
         self._cohort = ""
@@ -704,52 +710,37 @@ class BridgeController:
         )
         return bool(events) and not any(refusals)
 
-    async def cohort(
-        self,
-        epoch: int,
-        members: int,
-        host: str = "",
-        port: int = 0,
-        secret: str = "",
-        key: str = "",
-        index: int = 0,
-        lanes: int = 1,
-        route: Route = Route.GLOO,
-    ) -> dict[str, Any]:
+    async def cohort(self, body: CohortBody) -> dict[str, Any]:
         """Have the workers' updater threads leave the lanes that they are in, and meet others at
         the trainer's store. Returns at once: `begin` waits for them, and their phases stand in the
         status.
-
-        Args:
-            members: receivers in each lane, of all servers; 0: only leave.
-            host, port, secret: the trainer's store.
-            key: the cohort's prefix in it.
-            index: of this server's first replica among the members.
-            lanes: communicators for each rank.
-            route: how the weights travel in them.
         """
-        with self._call_off(epoch, "the trainer forms another cohort"):
+        with self._call_off(body.epoch, "the trainer forms another cohort"):
             async with self._lock:
-                self._or_conflict(lambda: self.state.check_epoch(epoch))
-                self._require_place(members, index)
+                self._or_conflict(lambda: self.state.check_epoch(body.epoch))
+                self._require_place(body.members, body.index)
                 self._cohort = ""
-                await self._ranks.call(
-                    BridgeWorker.lockstep_cohort,
-                    host,
-                    port,
-                    secret,
-                    key,
-                    members,
-                    index,
-                    lanes,
-                    str(route),
-                    epoch,
-                    self.timeout,
-                )
-                if members:
-                    self._cohort = key
+                order: CohortOrder = {
+                    "host": body.host,
+                    "port": body.port,
+                    "secret": body.secret,
+                    "key": body.key,
+                    "members": body.members,
+                    "index": body.index,
+                    "lanes": body.lanes,
+                    "route": str(body.route),
+                    "epoch": body.epoch,
+                    "timeout": self.timeout,
+                }
+                await self._ranks.call(BridgeWorker.lockstep_cohort, order)
+                if body.members:
+                    self._cohort = body.key
                 await self._ranks.statuses()
-                return {"epoch": epoch, "cohort": self._cohort, "ranks": self._ranks.last_seen}
+                return {
+                    "epoch": body.epoch,
+                    "cohort": self._cohort,
+                    "ranks": self._ranks.last_seen,
+                }
 
     def _require_place(self, members: int, index: int) -> None:
         """Raise BridgeRefusal unless this server can take its places in a cohort now."""

@@ -397,9 +397,14 @@ class BridgeState:
 
     def check_epoch(self, epoch: int) -> None:
         """Raise BridgeConflict unless `epoch` is the present trainer's."""
+        if not self.epoch:
+            raise BridgeConflict(
+                f"no trainer has joined this server, so there is no epoch {epoch}: "
+                "join with POST /bridge/init first"
+            )
         if epoch != self.epoch:
             raise BridgeConflict(
-                f"epoch {epoch} is over: {self.trainer or 'no trainer'} holds epoch {self.epoch}; "
+                f"epoch {epoch} is over: {self.trainer} holds epoch {self.epoch}; "
                 "a trainer that was superseded must stop"
             )
 

@@ -40,7 +40,7 @@ from vllm_patching.protocol.manifest import (
     flat_views,
     local_view,
 )
-from vllm_patching.protocol.messages import Check, FirstStepAnswer, Room, Route
+from vllm_patching.protocol.messages import Check, CohortOrder, FirstStepAnswer, Room, Route
 from vllm_patching.transport.addresses import REACH_SECONDS, reach
 from vllm_patching.transport.lane import (
     Lane,
@@ -695,38 +695,22 @@ class WeightReceiver:
         """
         self._lockstep_updater.aim_at(direct)
 
-    def lockstep_cohort(
-        self,
-        host: str,
-        port: int,
-        secret: str,
-        key: str,
-        members: int,
-        index: int,
-        lanes: int,
-        route: str,
-        epoch: int,
-        timeout: float,
-    ) -> None:
-        """Have the updater thread leave its cohort and join another. Returns at once.
-
-        Args:
-            host, port, secret: see Meeting.
-            key: names this forming of the cohorts.
-            members: receivers of each cohort: replicas of every server; 0: only leave.
-            index: of the first of this server's replicas among them.
-            lanes: senders to each rank, at most.
-            route: how the weights travel (see Route).
-            epoch: see CohortPlace.
-            timeout: seconds for forming, and for a whole transfer.
-        """
-        if not members:
+    def lockstep_cohort(self, order: CohortOrder) -> None:
+        """Have the updater thread leave its cohort and join another. Returns at once."""
+        if not order["members"]:
             self._lockstep_updater.leave(keep_staging=True)
             return
-        member, rank = index + self._lockstep_replica, self._lockstep_rank
-        meeting = Meeting(host, port, secret)
         place = CohortPlace(
-            meeting, key, members, member, lanes, rank, epoch, Route(route), timeout, timeout
+            Meeting(order["host"], order["port"], order["secret"]),
+            order["key"],
+            order["members"],
+            order["index"] + self._lockstep_replica,
+            order["lanes"],
+            self._lockstep_rank,
+            order["epoch"],
+            Route(order["route"]),
+            order["timeout"],
+            order["timeout"],
         )
         self._lockstep_updater.join_cohort(place)
 

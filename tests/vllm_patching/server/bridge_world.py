@@ -15,7 +15,7 @@ from typing import Any
 from tests.vllm_patching.server.fake_engine import PARAMETERS, PARTS, FakeEngine, checksum
 from tests.vllm_patching.server.virtual_time import VirtualLoop
 from vllm_patching.engine_core import extension as engine_core
-from vllm_patching.protocol.messages import BridgeRefusal, Writer
+from vllm_patching.protocol.messages import BridgeRefusal, CohortBody, Writer
 from vllm_patching.server import bridge, engine_calls, turns
 from vllm_patching.server.bridge import LATE, BridgeController
 from vllm_patching.server.engine_calls import EngineState
@@ -204,7 +204,8 @@ class Trainer:
         if not self.sends:
             return
         self.wires, key = {}, f"{self.name}/{next(self.cohorts)}"
-        await self._call("cohort", lambda: self.world.server.cohort(self.epoch, members=1, key=key))
+        body = CohortBody(epoch=self.epoch, members=1, key=key)
+        await self._call("cohort", lambda: self.world.server.cohort(body))
         self.cohort = key
 
     async def quarantine(self, reason: str) -> None:

@@ -19,7 +19,11 @@ from typing import Any
 
 from vllm_patching.engine_core import extension as engine_core
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
-from vllm_patching.protocol.messages import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME
+from vllm_patching.protocol.messages import (
+    CAN_VERIFY_AND_RESUME,
+    VERIFY_AND_RESUME,
+    CohortOrder,
+)
 from vllm_patching.weights.sharding import ShardSpec, Slice
 
 CACHE_BYTES = 1000
@@ -137,27 +141,15 @@ class FakeRank:
     def lockstep_aim(self, direct: bool) -> None:
         self._direct = direct
 
-    def lockstep_cohort(
-        self,
-        host: str,
-        port: int,
-        secret: str,
-        key: str,
-        members: int,
-        index: int,
-        lanes: int,
-        route: str,
-        epoch: int,
-        timeout: float,
-    ) -> None:
+    def lockstep_cohort(self, order: CohortOrder) -> None:
         self._called_off = True
-        sender = self._world.trainers[key.split("/")[0]]
+        sender = self._world.trainers[order["key"].split("/")[0]]
 
         async def join() -> None:
             await sender.comes_to_cohorts.wait()
             self._sender = sender
 
-        self._submit({"phase": "joining", "error": "", "cohort": key}, "ready", join)
+        self._submit({"phase": "joining", "error": "", "cohort": order["key"]}, "ready", join)
 
     async def lockstep_leave(self) -> None:
         async def leave() -> None:

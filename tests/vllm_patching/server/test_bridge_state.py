@@ -67,6 +67,11 @@ def test_a_superseded_trainer_is_told_so() -> None:
         state.check_begin(1, 1)
 
 
+def test_no_step_comes_before_a_trainer_has_joined() -> None:
+    with pytest.raises(BridgeConflict, match="no trainer has joined this server, so there is no"):
+        BridgeState().check_begin(0, 1)
+
+
 def test_nobody_joins_in_the_middle_of_an_update() -> None:
     state = joined("first")
     state.begin(1)

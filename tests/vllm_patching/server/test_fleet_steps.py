@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from tests.vllm_patching.server.bridge_world import CLOCKED, TIMEOUT, Trainer, World
 from tests.vllm_patching.server.fake_engine import Fault
 from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
-from vllm_patching.protocol.messages import BridgeRefusal
+from vllm_patching.protocol.messages import BridgeRefusal, CohortBody
 from vllm_patching.server.access import Door
 from vllm_patching.server.routes import LockstepService, attach
 from vllm_patching.server.state import Phase
@@ -57,7 +57,7 @@ def test_a_begin_that_waits_for_a_member_that_never_comes_is_broken_off(
     asked = {
         "abort": lambda: world.server.abort(trainer.epoch, "another server is lost"),
         "cohort": lambda: world.server.cohort(
-            trainer.epoch, members=1, key=f"{trainer.name}/other"
+            CohortBody(epoch=trainer.epoch, members=1, key=f"{trainer.name}/other")
         ),
         "quarantine": lambda: world.server.quarantine(trainer.epoch, "it is late"),
     }[how]
@@ -116,13 +116,15 @@ def test_what_cannot_be_a_cohort_is_refused(world: World) -> None:
     trainer, writer = Trainer(world, "direct"), Trainer(world, "single_copy")
     served(world, trainer, 1)
     old = trainer.epoch
-    assert "member" in str(refusal(world, server.cohort(old, members=2, index=2, key="t1/x")))
+    assert "member" in str(
+        refusal(world, server.cohort(CohortBody(epoch=old, members=2, index=2, key="t1/x")))
+    )
     assert "is to come in cohort 'other'" in str(refusal(world, server.begin(old, 2, "other")))
     served(world, writer, 1)
-    assert refusal(world, server.cohort(old, members=1, key="t1/y")).status == 409
+    assert refusal(world, server.cohort(CohortBody(epoch=old, members=1, key="t1/y"))).status == 409
     assert refusal(world, server.quarantine(old, "a superseded trainer says")).status == 409
     assert "no cohort can be formed" in str(
-        refusal(world, server.cohort(writer.epoch, members=1, key="t2/z"))
+        refusal(world, server.cohort(CohortBody(epoch=writer.epoch, members=1, key="t2/z")))
     )
     assert server.trouble() == ""
 

@@ -270,7 +270,7 @@ def test_whatever_happens_it_samples_again(
 
 def test_what_is_refused(world: World, loop: VirtualLoop, tmp_path: Path) -> None:
     turns = world.server.turns
-    with pytest.raises(BridgeRefusal, match="epoch 5 is over"):
+    with pytest.raises(BridgeRefusal, match="no epoch 5: join with POST"):
         loop.run_until_complete(turns.rest(5))
 
     class Elsewhere(FakeWriter):
