@@ -357,12 +357,9 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     from vllm_patching.compat.loggers import worker_logger
     from vllm_patching.compat.outputs import forget_unsent, take_logprobs_together
     from vllm_patching.compat.server_app import end_at_once_while_loading, wrap_server
-    from vllm_patching.compat.versions import UnsupportedVllm
-    from vllm_patching.protocol.messages import BridgeRefusal
     from vllm_patching.protocol.timeline import open_timeline
-    from vllm_patching.server.config_file import ConfigFileError
     from vllm_patching.server.generate import Generator
-    from vllm_patching.server.lora import AdapterSpans, LoraController, LoraRefusal
+    from vllm_patching.server.lora import AdapterSpans, LoraController
     from vllm_patching.server.metrics import attach_metrics
     from vllm_patching.server.routes import NOT_SHARED, LockstepService, attach
     from vllm_patching.server.state import VersionSpans
@@ -389,10 +386,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
 
     async def on_state(engine: Any, state: Any) -> None:
         loaded()
-        try:
-            await open_service(engine)
-        except (BridgeRefusal, ConfigFileError, LoraRefusal, UnsupportedVllm) as error:
-            fail(str(error))
+        await opened(open_service(engine))
         task = asyncio.create_task(announce(state, args, logger))
         background.add(task)
         task.add_done_callback(background.discard)
@@ -418,6 +412,19 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     module.run_lockstep_server = partial(
         run_and_clean_up, module.run_server, args, service, timeline, logger
     )
+
+
+async def opened(opening: Awaitable[None]) -> None:
+    """Wait until the service is open. Ends with one line if the engine or a file refuses it."""
+    from vllm_patching.compat.versions import UnsupportedVllm
+    from vllm_patching.protocol.messages import BridgeRefusal
+    from vllm_patching.server.config_file import ConfigFileError
+    from vllm_patching.server.lora import LoraRefusal
+
+    try:
+        await opening
+    except (BridgeRefusal, ConfigFileError, LoraRefusal, UnsupportedVllm) as error:
+        fail(str(error))
 
 
 async def announce(state: Any, args: argparse.Namespace, logger: Any) -> None:
