@@ -124,21 +124,33 @@ class _Parts:
         return logits
 
     def factor(self, device: torch.device) -> float | None:
-        """Return what `logits` multiplies with; None if it does something else."""
-        if getattr(self.head, "bias", None) is not None:
-            return None
+        """Return what `logits` multiplies with; None if it does something else.
+
+        Raises:
+            ModelError: the class changes hidden states before the head reads them.
+        """
         product = torch.tensor([[-1000.0, -10.0, -1.0, 0.5, 2.0, 1000.0]], device=device)
+        read: list[Tensor] = []
+        hook = self._identity.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0][0]))
         try:
             with torch.no_grad():
                 logits = self.logits(product)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ModelError(
-                f"transformers' {type(self._whole).__name__} makes logits in a way that cannot be "
-                f"taken apart from the rest ({reason}); use another model"
-            ) from error
+            raise self._inseparable(" ".join(str(error).split())) from error
+        finally:
+            hook.remove()
+        biased = getattr(self.head, "bias", None) is not None
+        scale = 1.0 if biased else float(read[0][0, -1] / product[0, -1])  # it commutes otherwise
+        if not torch.allclose(read[0], product * scale):
+            raise self._inseparable("it changes hidden states before its head")
         factor = float(logits[0, -1] / product[0, -1])
-        return factor if torch.allclose(logits, product * factor) else None
+        return factor if not biased and torch.allclose(logits, product * factor) else None
+
+    def _inseparable(self, reason: str) -> ModelError:
+        return ModelError(
+            f"transformers' {type(self._whole).__name__} makes logits in a way that cannot be "
+            f"taken apart from the rest ({reason}); use another model"
+        )
 
 
 class TransformersModel(Decoder):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.modeling_outputs import CausalLMOutput
 
 from example_trainer.errors import ModelError
 from example_trainer.models import load_model, save_model
@@ -286,6 +287,27 @@ def test_logits_that_cannot_be_taken_apart_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(transformers.MixtralForCausalLM, "forward", forward)
     error = refused(checkpoint("Mixtral"))
     assert "makes logits in a way that cannot be taken apart from the rest (it wants" in error
+
+
+def test_a_change_of_hidden_states_before_the_head_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(
+        self: transformers.MixtralForCausalLM, inputs_embeds: torch.Tensor, use_cache: bool
+    ) -> CausalLMOutput:
+        hidden = self.model(inputs_embeds=inputs_embeds, use_cache=use_cache)[0]
+        return CausalLMOutput(logits=self.lm_head(hidden.tanh()))
+
+    monkeypatch.setattr(transformers.MixtralForCausalLM, "forward", forward)
+    error = refused(checkpoint("Mixtral"))
+    assert "taken apart from the rest (it changes hidden states before its head)" in error
+
+
+def test_a_head_with_a_bias_behind_a_change_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    keys = {"vocab_size": 97, "intermediate_size": 48, "is_decoder": True}
+    transformers.BertLMHeadModel(transformers.BertConfig(**sizes, **keys)).save_pretrained(tmp_path)
+    assert "BertLMHeadModel makes logits in a way that cannot be taken apart" in refused(tmp_path)
 
 
 def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
