@@ -320,6 +320,8 @@ def _some(names: list[str], shown: int = 4) -> str:
 
 def stored_dtype(planned: Parameter, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a parameter in checkpoints, and in memory, of a model in `dtype`."""
+    if planned.integer:
+        return torch.int64
     return torch.float32 if planned.float32 else dtype
 
 

@@ -23,6 +23,7 @@ DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.uint8: "U8",
+    torch.int64: "I64",
 }
 _AT_ONCE = 64 << 20
 """Bytes that are given to the operating system in one call."""

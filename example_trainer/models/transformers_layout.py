@@ -311,6 +311,7 @@ def _tensors(model: PreTrainedModel, folder: Path) -> Iterator[ModuleTensor]:
             whole_shape=tuple(tensor.shape),
             share=shares.get(name, 0.0),
             float32=any(part.name in wide for part in parts[name]),
+            integer=not tensor.is_floating_point(),
             frozen=name not in text,
         )
 

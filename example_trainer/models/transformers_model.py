@@ -49,6 +49,12 @@ Way = Literal["packed", "packed for media", "one per row"]
 WAYS: tuple[Way, ...] = ("packed", "packed for media", "one per row")
 """Ways to forward several sequences, the preferred ones first. The second has the four rows of
 positions that some multimodal models take: of text, time, height and width."""
+_PACKABLE = {
+    *("full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding"),
+    *("linear_attention", "mamba", "conv", "moe"),
+}
+"""Types of layers whose tokens may share a row with another sequence. Others cut a row into chunks or
+blocks, by the place in the row and not in the sequence."""
 _SHOWN = (5, 4)
 """Tokens of the two sequences with which a model shows that it keeps them apart."""
 
@@ -354,10 +360,13 @@ class TransformersModel(Decoder):
         Raises:
             ModelError: tokens see those behind them.
         """
-        reason = ""
+        reason, ways = "", WAYS
+        types = getattr(self.parts.base.config.get_text_config(), "layer_types", None) or ()
+        if not _PACKABLE.issuperset(types):
+            ways = WAYS[-1:]
         for attention in self._attentions():
             self.parts.base.set_attn_implementation(attention)
-            for way in WAYS:
+            for way in ways:
                 self.way = way
                 try:
                     reached = self._reached()
@@ -432,7 +441,7 @@ class TransformersModel(Decoder):
 
         def copied(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             collected.append(output.detach().requires_grad_())
-            return collected[-1]
+            return collected[-1].clone()  # some classes scale embeddings in their memory
 
         hook = self.parts.embedding.register_forward_hook(copied)
         try:

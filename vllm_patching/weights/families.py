@@ -706,6 +706,7 @@ class Parameter:
         partial: each tensor-parallel rank holds all of it and sees some of its uses, so the ranks'
             gradients add up.
         float32: checkpoints hold it in float32, whatever the dtype of the others.
+        integer: it is a table of ids, which checkpoints hold in int64.
         frozen: it is not trained, or is not a parameter.
         stacked: the equal matrices, one per expert, that its first dimension counts; 0: the
             parameter is not stacked.
@@ -717,6 +718,7 @@ class Parameter:
     adapted: bool = False
     partial: bool = False
     float32: bool = False
+    integer: bool = False
     frozen: bool = False
     stacked: int = 0
     chosen: int = 0

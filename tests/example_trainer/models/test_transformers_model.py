@@ -14,7 +14,12 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from example_trainer.errors import ModelError
 from example_trainer.models import load_model, save_model
-from example_trainer.models.hf_checkpoint import SINGLE_FILE, read_geometry
+from example_trainer.models.hf_checkpoint import (
+    SINGLE_FILE,
+    make_whole,
+    read_geometry,
+    read_weights,
+)
 from example_trainer.models.packing import Packing
 from example_trainer.models.transformers_layout import transformers_geometry
 from example_trainer.models.transformers_model import TransformersModel
@@ -173,6 +178,31 @@ def carries_state_or_refuses(model: TransformersModel) -> bool:
         return bool(model._reached()[:5].all())
     except ValueError as error:
         return "packed sequences" in str(error)
+
+
+def test_blocks_that_are_counted_along_a_row_are_not_packed() -> None:
+    model, (tokens, targets) = loaded("DeepseekV4"), tokens_of()
+    assert model.way == "one per row"
+    reference = transformers.DeepseekV4ForCausalLM.from_pretrained(checkpoint("DeepseekV4")).eval()
+    packing = Packing(LENGTHS)
+    with torch.no_grad():
+        found = model.chosen_logprobs(model(tokens, packing), targets, packing)
+        expected = alone(reference, tokens, targets, 1.0)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def test_a_table_of_ids_is_saved_in_whole_numbers(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint("DeepseekV4", torch.bfloat16), source)
+    tensors = load_file(source / SINGLE_FILE)
+    tensors["model.layers.0.ffn.gate.tid2eid"] += 257  # no number of bfloat16
+    save_file(tensors, source / SINGLE_FILE)
+    model = make_whole(read_geometry(source)[0], torch.bfloat16, torch.device("cpu"))
+    read_weights(model, source)
+    save_model(model, tmp_path / "saved")
+    for key, tensor in load_file(tmp_path / "saved" / SINGLE_FILE).items():
+        assert tensor.dtype is tensors[key].dtype, key
+        assert torch.equal(tensor, tensors[key]), key
 
 
 def test_a_way_that_gives_hidden_states_of_another_shape_is_not_chosen() -> None:

@@ -100,6 +100,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     | {"kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
     | {"v_head_dim": 8, "n_group": 1, "topk_group": 1},
+    # Embeddings are scaled in their own memory.
+    "CTRL": {"vocab_size": 97, "n_positions": 64, "n_embd": 32, "dff": 48}
+    | {"n_layer": 2, "n_head": 4},
     # A vision tower beside the text part.
     "Qwen2_5_VL": {
         "text_config": _SIZES | {"rope_parameters": _MEDIA_ROPE},
@@ -113,17 +116,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Keys of config.json, by the first part of the names of transformers' classes."""
 
 
+BLOCKS = (
+    _SIZES
+    | {"head_dim": 8, "num_key_value_heads": 1, "moe_intermediate_size": 16, "n_routed_experts": 4}
+    | {"n_shared_experts": 1, "num_experts_per_tok": 2, "q_lora_rank": 12, "o_lora_rank": 16}
+    | {"o_groups": 4, "index_n_heads": 8, "index_head_dim": 8, "index_topk": 64}
+    | {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"]}
+    | {"compress_rates": {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4}}
+    | {"mlp_layer_types": ["hash_moe", "moe"], "sliding_window": 8, "partial_rotary_factor": 0.5}
+)
+"""Keys of a DeepseekV4 with blocks of keys, counted along a row, and a table of ids in each
+checkpoint. Transformers does not forward it in bfloat16 on a CPU."""
+
+
 @cache
 def checkpoint(name: str, dtype: torch.dtype = torch.float32) -> Path:
     """Save a random model once for all tests of this process; return its folder.
 
     Args:
-        name: of CONFIGS, or of the models that vLLM serves in tests.
+        name: of CONFIGS, DeepseekV4, or of the models that vLLM serves in tests.
     """
     import transformers
 
     torch.manual_seed(sum(name.encode()))
-    keys = CONFIGS.get(name) or SERVED[name]
+    keys = (CONFIGS | {"DeepseekV4": BLOCKS}).get(name) or SERVED[name]
     config = getattr(transformers, f"{name}Config")(**keys)
     kind = transformers.AutoModelForCausalLM
     if "vision_config" in keys:

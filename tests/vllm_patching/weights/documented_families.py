@@ -22,6 +22,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 START, END = "<!-- architectures -->", "<!-- end of architectures -->"
 TRIED, END_OF_TRIED = "<!-- tried -->", "<!-- end of tried -->"
 _OTHER_NAMES = {
+    "CTRL": "CTRLLMHeadModel",
     "Gemma4Text": "Gemma4ForCausalLM",
     "GPT2": "GPT2LMHeadModel",
     "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
