@@ -145,9 +145,12 @@ class _Parts:
             raise self._inseparable(" ".join(str(error).split())) from error
         finally:
             hook.remove()
+        reached, logits = read[0].float(), logits.float()  # some classes choose a dtype themselves
+        if not reached.shape == logits.shape == product.shape:
+            raise self._inseparable("its head has other rows than the tokens")
         biased = getattr(self.head, "bias", None) is not None
-        scale = 1.0 if biased else float(read[0][0, -1] / product[0, -1])  # it commutes otherwise
-        if not torch.allclose(read[0], product * scale):
+        scale = 1.0 if biased else float(reached[0, -1] / product[0, -1])  # it commutes otherwise
+        if not torch.allclose(reached, product * scale):
             raise self._inseparable("it changes hidden states before its head")
         factor = float(logits[0, -1] / product[0, -1])
         return factor if not biased and torch.allclose(logits, product * factor) else None

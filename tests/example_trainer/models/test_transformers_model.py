@@ -340,6 +340,16 @@ def test_a_head_with_a_bias_behind_a_change_is_refused(tmp_path: Path) -> None:
     assert "BertLMHeadModel makes logits in a way that cannot be taken apart" in refused(tmp_path)
 
 
+def test_a_head_with_other_rows_than_the_tokens_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_decoder_layers": 1, "num_decoder_attention_heads": 4}
+    keys = {"vocab_size": 97, "decoder_ffn_dim": 48, "is_decoder": True}
+    config = transformers.ProphetNetConfig(**sizes, **keys, is_encoder_decoder=False)
+    transformers.ProphetNetForCausalLM(config).save_pretrained(tmp_path)
+    assert "ProphetNetForCausalLM makes logits in a way that cannot be taken apart" in refused(
+        tmp_path
+    )
+
+
 def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     folder = changed(tmp_path)
     tensors = load_file(folder / SINGLE_FILE)
