@@ -110,6 +110,11 @@ class Packing:
         """Report if any span continues another."""
         return any(parent != NO_PARENT for parent in self.parents)
 
+    @property
+    def repeated(self) -> bool:
+        """Report if a token can be of several sequences, which continue its span or are equal."""
+        return self.shared or self.shared_by is not None
+
     @cached_property
     def nested(self) -> bool:
         """Report if the spans that continue a span, directly or not, stand right behind it. So the

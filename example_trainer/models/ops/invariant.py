@@ -482,7 +482,7 @@ def rows(x: Tensor, rows: Tensor, packing: Packing | None = None) -> Tensor:
     A row that is chosen once has its gradient copied back. The gradients of a row that is chosen
     several times are added in the order of the choices; torch's own would add them atomically.
     """
-    chosen: Tensor = _Rows.apply(x, rows, packing is not None and packing.shared)
+    chosen: Tensor = _Rows.apply(x, rows, packing is not None and packing.repeated)
     return chosen
 
 

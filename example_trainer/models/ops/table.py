@@ -195,8 +195,8 @@ class Operations(Protocol):
         """x[rows] of x [tokens, width].
 
         Args:
-            packing: of x. A row may be chosen several times only if spans continue others in it;
-                not given: none do.
+            packing: of x. A row may be chosen several times only if it is `repeated`; not given:
+                no row is.
         """
 
     def chosen_logprobs(

@@ -4,18 +4,21 @@ bit, and gradients that repeat.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from example_trainer.batch.groups import Batch
 from example_trainer.batch.packing import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.deterministic.parity import ParityCheck, ParityError
 from example_trainer.models import Decoder, Geometry
 from example_trainer.models.packing import Packing
+from example_trainer.models.shards import GradientSums
 from example_trainer.training.step import response_logprobs
 from tests.example_trainer.deterministic.layouts import MODELS
 from tests.example_trainer.deterministic.training import (
@@ -91,6 +94,23 @@ def test_gradients_repeat_and_are_those_of_whole_sequences(geometry: Geometry) -
         drawn.gradient_checkpointing = recomputed
         again = tree_gradients(drawn, tokens, TREE, together=True)
         assert all(torch.equal(again[name], found[name]) for name in found), recomputed
+
+
+def test_equal_rollouts_each_add_their_gradient(tmp_path: Path) -> None:
+    """They share a span that continues none."""
+    model = decoder_for("cpu")
+    one = rollouts(model, 7, 0, 2).sequences[1]
+    batch = Batch([one, replace(one, order=(one.order[0], 2))])
+    (shared,), apart = bins(batch, share=True), bins(batch, tokens=1)
+    assert (len(shared.lengths), len(shared.counts), len(apart)) == (1, 2, 2)
+    found = []
+    for packed in ([shared], apart):
+        model.arithmetic.sums = sums = GradientSums(model)
+        for part in packed:
+            response_logprobs(model, part, sharing(tmp_path))[0].sum().backward()
+        found.append(sums.take())
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(found[0][name], gradient, atol=1e-4, rtol=1e-4)
 
 
 def test_equal_runs_have_equal_hashes(tmp_path: Path) -> None:
