@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import ipaddress
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from atroposlib.one_line_parser import OneLineParser
 from atroposlib.web.keys import shown
 
 Options = TypeVar("Options", bound=BaseModel)
@@ -19,25 +19,6 @@ METAVARS = {int: "N", float: "X", Path: "PATH"}
 UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 NOT_SHOWN = ("none", "False", "[]", "PydanticUndefined")
 """Defaults that the help leaves out: they mean only that the flag may be left out."""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage in front of it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-    def read(self, arguments: Sequence[str] | None) -> dict[str, Any]:
-        """Return the values by name. An unknown flag ends the process, and the line names the flag
-        that is nearest to it.
-        """
-        values, unknown = self.parse_known_args(arguments)
-        if unknown:
-            flag = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return vars(values)
 
 
 def read_bytes(value: object) -> object:
@@ -137,7 +118,7 @@ def parse_options(
 
     parser = OneLineParser(prog=prog, description=description)
     add_flags(parser, model, flags, lists_repeat=True, action="store_const", const=True)
-    values = parser.read(arguments)
+    values = vars(parser.parse_args(arguments))
     try:
         return model.model_validate(values)
     except ValidationError as error:

@@ -19,8 +19,9 @@ if not __package__:
         Path(__file__).resolve().parents[2]
     )  # run by path: import from the repository
 
+from atroposlib.one_line_parser import OneLineParser
 from example_trainer.launcher import logs, status
-from example_trainer.launcher.command_line import ROOT, OneLineParser, positive_int, run_command
+from example_trainer.launcher.command_line import ROOT, positive_int, run_command
 from example_trainer.launcher.control import Starter, stop_parts
 from example_trainer.launcher.options import add_run_option, parse
 from example_trainer.launcher.records import KEYS_FILE, PARTS, SERVERS, SERVICE, Records, chosen

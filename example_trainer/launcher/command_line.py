@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from example_trainer.child_processes.files import disk_refusal
 from example_trainer.child_processes.processes import ProcessError
@@ -31,14 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LOCAL_OWNERS = ("assets", "runs")
 """Folders of this project that hold models. No owner of models on the hub is meant by them."""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage in front of it."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{Path(self.prog).stem}: {message} (see {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(2)
 
 
 def run_command(name: str, work: Callable[[], int]) -> int:

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from atroposlib.one_line_parser import OneLineParser
 from example_trainer.child_processes import vllm_flags
 from example_trainer.child_processes.files import write_whole
 from example_trainer.child_processes.vllm_flags import Degrees
 from example_trainer.launcher.command_line import (
     ROOT,
     LauncherError,
-    OneLineParser,
     check_model,
     learning_rate,
     positive_int,

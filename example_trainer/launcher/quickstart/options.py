@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atroposlib.one_line_parser import OneLineParser
 from example_trainer.launcher.command_line import (
     ROOT,
     LauncherError,
-    OneLineParser,
     check_model,
     learning_rate,
     positive_int,

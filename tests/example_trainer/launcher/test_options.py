@@ -69,7 +69,7 @@ def test_a_line_that_does_not_parse_names_this_command(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         parse(["--vllm-port", "high"])
     assert capsys.readouterr().err == (
-        "start: argument --vllm-port: 'high' is not a TCP port (see scripts/start.sh --help)\n"
+        "scripts/start.sh: error: argument --vllm-port: 'high' is not a TCP port (see scripts/start.sh --help)\n"
     )
 
 
