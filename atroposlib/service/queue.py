@@ -267,6 +267,22 @@ class RolloutQueue:
         self._state_changed = True
         return self.epochs.give(proposed, run)
 
+    def last_run(self) -> dict[str, Any] | None:
+        """Return the run that has not ended, its folder, and a step that it has saved there; None
+        if it has surely saved none.
+
+        A trainer acknowledges a batch only after the checkpoints that are due by then.
+        """
+        trainer = self.registration
+        if trainer is None or self.ended:
+            return None
+        interval, acknowledged = trainer.save_checkpoint_interval, self.acked_version or 0
+        due = acknowledged // interval * interval if interval else 0
+        saved = max([due, *(session.start for session in self.epochs.sessions)])
+        if not saved:
+            return None
+        return {"run": trainer.run, "checkpoint_dir": trainer.checkpoint_dir, "saved_step": saved}
+
     def register(self, registration: Registration, sessions: Sequence[TrainerSession] = ()) -> int:
         """Register a trainer, for the first time or again. It takes over; leased batches wait for
         it.

@@ -224,9 +224,9 @@ async def weight_epoch(request: Request, service: Service) -> Response:
     """
     body = read(EpochRequest, await request.body())
     _check_epochs(service, "asked", [body.asked])
-    return answer(
-        {"weight_epoch": await service.run(lambda queue: queue.give_epoch(body.asked, body.run))}
-    )
+    last_run = service.queue.last_run()
+    epoch = await service.run(lambda queue: queue.give_epoch(body.asked, body.run))
+    return answer({"weight_epoch": epoch} | ({"last_run": last_run} if last_run else {}))
 
 
 @router.get("/batch")

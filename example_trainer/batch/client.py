@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from atroposlib.service_client import BlockingServiceClient, RejectedByService
@@ -255,6 +256,25 @@ class TrainedBatch:
 
 
 @dataclass(frozen=True)
+class LastRun:
+    """The run that the rollout service had before: its name, the folder of its checkpoints, and a
+    step that it has saved there.
+    """
+
+    name: str | None
+    folder: Path
+    saved_step: int
+
+    @classmethod
+    def read(cls, answer: Any) -> LastRun | None:
+        """Read it from an answer of the service; None if that names none."""
+        try:
+            return cls(answer["run"], Path(answer["checkpoint_dir"]), int(answer["saved_step"]))
+        except (TypeError, KeyError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
 class FetchedBatch:
     """A batch as the service handed it out.
 
@@ -318,9 +338,9 @@ class RolloutClient:
         """From now on, end `next_batch` with Interrupted, in whatever thread it waits."""
         self._service.interrupt()
 
-    def weight_epoch(self, least: int, run: str | None) -> int:
+    def weight_epoch(self, least: int, run: str | None) -> tuple[int, LastRun | None]:
         """Return the epoch for this trainer's weights: `least`, or a higher one that no other
-        trainer has.
+        trainer has. Return also the run before it, if that has saved a checkpoint and not ended.
 
         A service that gives no epochs (the public one) leaves it at `least`.
 
@@ -335,14 +355,14 @@ class RolloutClient:
                 self.url,
                 error,
             )
-            return least
+            return least, None
         epoch = answer.get("weight_epoch")
         if not isinstance(epoch, int) or epoch < least:
             raise RolloutServiceError(
                 f"{self.url}/weight-epoch answered {str(answer)[:200]}: an epoch of at least {least} is needed; "
                 "is --atropos-url a rollout service?"
             )
-        return epoch
+        return epoch, LastRun.read(answer.get("last_run"))
 
     def register(self, registration: Registration) -> None:
         """Wait until the service is there, and register as its trainer.

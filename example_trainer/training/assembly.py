@@ -47,7 +47,13 @@ from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.quantised import quantisation
 from example_trainer.training.rank_plan import refuse_ranks
 from example_trainer.training.reference import ReferenceSettings
-from example_trainer.training.runs import SavedStep, Start, agreed_start, mark_run
+from example_trainer.training.runs import (
+    SavedStep,
+    Start,
+    agreed_start,
+    mark_run,
+    require_no_lost_checkpoints,
+)
 from example_trainer.training.step import make_objective
 from example_trainer.training.trainer import Trainer
 from example_trainer.weight_bridge.base import WeightBridge
@@ -294,7 +300,10 @@ def choose_start(config: TrainerConfig, stop: StopSignal, ranks: Ranks) -> Start
 
     def ask() -> int:
         with service_client(config, stop) as client:
-            return client.weight_epoch(start.run.epoch, start.run.name)
+            epoch, last_run = client.weight_epoch(start.run.epoch, start.run.name)
+        if config.resume and start.saved is None and last_run is not None:
+            require_no_lost_checkpoints(last_run, config.save_path)
+        return epoch
 
     # The service gives it, so that clocks need not agree. No server has weights of this trainer yet.
     epoch = ranks.on_main("asking for a weight epoch", ask, config.service_timeout + ranks.timeout)

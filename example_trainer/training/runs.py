@@ -19,7 +19,7 @@ from typing import Any
 
 from atroposlib.utils.files import cannot_write, write_whole
 from atroposlib.wire import TrainerSession
-from example_trainer.batch.client import TrainedBatch
+from example_trainer.batch.client import LastRun, TrainedBatch
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.parallel.ranks import Ranks
 
@@ -462,6 +462,25 @@ def _newest_run(folder: Path, model_name: str, now_ms: int, prefix: str) -> Star
     # Above every other's, not the checkpoint's alone: a life that saved nothing may have served
     # weights all the same.
     return Start(newest.run.lived_on(newest.step, next_epoch(folder, prefix, now_ms)), newest)
+
+
+def require_no_lost_checkpoints(last_run: LastRun, folder: Path) -> None:
+    """Refuse to begin at step 0 in a folder that has lost the checkpoints of the last run. Warn if
+    that run saved elsewhere.
+
+    Raises:
+        CheckpointError: the last run saved into this folder.
+    """
+    saved = f"run {last_run.name}, which has not ended, saved step {last_run.saved_step}"
+    if folder.resolve() == last_run.folder:
+        raise CheckpointError(
+            f"--resume auto: {folder} has no checkpoint to go on from, but {saved} there. Bring its "
+            "step folders back, or leave --resume out to begin a new run"
+        )
+    logger.warning(
+        "--resume auto begins at step 0, since %s has no checkpoint; %s into %s (give that "
+        "--save-path to continue it)", folder, saved, last_run.folder,
+    )  # fmt: skip
 
 
 def _require_state(resume: str, saved: SavedStep, prefix: str) -> None:

@@ -86,6 +86,15 @@ class Run:
         assert trainer.poll() == 1
         return trainer.log_path.read_text().splitlines()
 
+    def unacknowledged_at(self, step: int) -> Callable[[], str | None]:
+        """Return a probe: None once the service knows that the trainer has learned this step."""
+
+        def probe() -> str | None:
+            version = httpx.get(f"{self.url}/stats", timeout=60).json()["sampling_version"]
+            return None if version == step else f"the service is at version {version}"
+
+        return probe
+
     def saved(self) -> list[str]:
         """The names of what is in the folder of the checkpoints, but for the file that names the
         run.
@@ -230,6 +239,31 @@ def test_sigterm_saves_what_was_learned_and_ends(make_run: Callable[[str], Run])
     assert "Stopped by SIGTERM" in text
     assert "Traceback" not in text
     assert run.saved() == ["step_2"]
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_again_unasked(
+    make_run: Callable[[str], Run],
+) -> None:
+    run = make_run("run")
+    run.post(0, 1)
+    trainer = run.trainer(*BATCH, "--checkpoint-interval", "1")
+    saved = run.folder / "checkpoints"
+    run.processes.wait_for_text(trainer, f"Saved checkpoint {saved}/step_2", seconds=120)
+    run.processes.wait_until("two acknowledged steps", run.unacknowledged_at(2), 60)
+    run.processes.kill(trainer)
+    saved.rename(run.folder / "elsewhere")
+    trainer = run.trainer(*BATCH, "--resume", "auto")
+    refused = run.failed(trainer)[-1]
+    run.processes.stop(trainer)  # its end is not a fault from here on
+    assert f"--resume auto: {saved} has no checkpoint to go on from, but run 20" in refused
+    assert "saved step 2 there. Bring its step folders back, or leave --resume out" in refused
+    assert not saved.exists()
+    elsewhere = run.trainer(*BATCH, "--resume", "auto", "--save-path", str(run.folder / "third"))
+    warning = f"saved step 2 into {saved} (give that --save-path to continue it)"
+    run.processes.wait_for_text(elsewhere, warning, seconds=120)
+    run.processes.kill(elsewhere)
+    again = run.trainer(*BATCH)
+    run.processes.wait_for_text(again, "Registered with the rollout service", seconds=120)
 
 
 def test_a_service_that_stays_away_ends_the_trainer_with_one_line(

@@ -203,6 +203,32 @@ def test_a_crash_of_everything_does_not_feed_the_next_run_with_the_last_ones_rol
     assert late["status"] == "received", "one ahead may be what the trainer is sending now"
 
 
+def test_a_trainer_that_starts_learns_what_the_last_run_has_saved(start: Start) -> None:
+    def last_run() -> Any:
+        return service.post("/weight-epoch", {}).get("last_run")
+
+    service = start()
+    assert last_run() is None
+    uuid = service.post(
+        "/register", registration(run="a", starting_step=0, save_checkpoint_interval=2)
+    )["uuid"]
+    service.get("/batch")
+    for step, saved in enumerate((None, 2, 2, 4), start=1):
+        service.post("/scored_data", group(mark=step))
+        batch = service.get("/batch")
+        service.post("/batch/ack", {"batch_id": batch["batch_id"], "weight_version": step})
+        service.signal(signal.SIGKILL)
+        service = start()
+        known = last_run()
+        assert (known and known["saved_step"]) == saved
+    assert known == {"run": "a", "checkpoint_dir": "checkpoints", "saved_step": 4}
+    service.post("/run/end", {"uuid": uuid})
+    assert last_run() is None, "an ended run is not continued"
+    resumed = {"weight_epoch": 9, "lives": [[5, 0], [9, 7]], "starting_step": 7}
+    service.post("/register", registration(run="b", save_checkpoint_interval=0, **resumed))
+    assert last_run()["saved_step"] == 7, "the checkpoint that it began from"
+
+
 def test_a_trainer_that_resumes_keeps_what_its_weights_sampled(start: Start) -> None:
     service = start()
     begin(service)

@@ -6,13 +6,20 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from example_trainer.batch import client as rollout_client
-from example_trainer.batch.client import FetchedBatch, Interrupted, RolloutClient, TrainedBatch
+from example_trainer.batch.client import (
+    FetchedBatch,
+    Interrupted,
+    LastRun,
+    RolloutClient,
+    TrainedBatch,
+)
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
 from tests.example_trainer.batch.registration import REGISTRATION, group
@@ -57,13 +64,16 @@ def test_the_original_wire_without_leases_works(
     }
 
 
+LAST_RUN = {"run": "before", "checkpoint_dir": "/saved", "saved_step": 4}
+
+
 def test_a_weight_epoch_is_the_services_or_the_one_that_was_asked_for(
     scripted: MakeServer, client_of: MakeClient
 ) -> None:
     server = scripted(
         {
             "/weight-epoch": [
-                {"weight_epoch": 70},
+                {"weight_epoch": 70, "last_run": LAST_RUN},
                 404,
                 405,
                 {"weight_epoch": 30},
@@ -72,8 +82,8 @@ def test_a_weight_epoch_is_the_services_or_the_one_that_was_asked_for(
         }
     )
     client = client_of(server.url)
-    assert client.weight_epoch(50, "a run") == 70
-    assert [client.weight_epoch(50, None) for _ in range(2)] == [50, 50], (
+    assert client.weight_epoch(50, "a run") == (70, LastRun("before", Path("/saved"), 4))
+    assert [client.weight_epoch(50, None) for _ in range(2)] == [(50, None)] * 2, (
         "the public service gives none"
     )
     assert server.seen[0] == ("/weight-epoch", {"asked": 50, "run": "a run"})
