@@ -69,6 +69,7 @@ SEAMS = (
     f"{ENGINE}.input_processor:InputProcessor.assign_request_id",
     "vllm.config.model:ModelConfig.logprobs_mode",
     # the engine core's plugin
+    "vllm.utils.network_utils:get_file_store_init_method",
     *(
         f"{CORE}:EngineCore.{name}"
         for name in ("collective_rpc", "resume_scheduler", "step", "step_with_batch_queue")

@@ -26,8 +26,9 @@ from vllm_patching.protocol.manifest import ALIGNMENT, dtype_name, parse_dtype
 logger = logging.getLogger(__name__)
 
 SHM_DIR = Path("/dev/shm")
-_OWNED = re.compile(r"lockstep-(\d+)-(\d+)-.*\.(weights|memory)")
-"""Names that begin as `owned_prefix` has it: namespace and process."""
+_OWNED = re.compile(r"(?:sem\.)?lockstep-(\d+)-(\d+)-.*\.(weights|memory|semaphore|group.*)")
+"""Names that begin as `owned_prefix` has it: namespace and process. The C library puts `sem.` in front
+of a semaphore's name, and vLLM appends ranks to the name of a group."""
 _EVENT_POLL_SECONDS = 50e-6
 
 
@@ -115,7 +116,7 @@ def remove_leftovers(directory: Path = SHM_DIR) -> None:
     A file stays if its owner runs, was counted in another namespace, or its name does not name it.
     """
     namespace = _process_namespace()
-    for path in directory.glob("lockstep-*"):
+    for path in (*directory.glob("lockstep-*"), *directory.glob("sem.lockstep-*")):
         name = _OWNED.fullmatch(path.name)
         if not name or not namespace or int(name[1]) != namespace or not _has_ended(int(name[2])):
             continue

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import shared_memory
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 
 import pytest
@@ -18,36 +22,52 @@ from vllm_patching.transport.shared_memory import SHM_DIR
 ROOT = Path(__file__).resolve().parents[3]
 
 MAKE = """
-import os, sys, time
+import multiprocessing, time
 from multiprocessing import resource_tracker, shared_memory
+import vllm.v1.executor.uniproc_executor as executor
 from vllm_patching.engine_core import named_memory
 named_memory.install()
 memory = shared_memory.SharedMemory(create=True, size=64)
-print(memory.name, resource_tracker._resource_tracker._pid, flush=True)
+lock = multiprocessing.get_context("spawn").Lock()
+group = executor.get_file_store_init_method().removeprefix("file://")
+open(group, "x").close()
+segment = "/dev/shm/" + group.rpartition("/")[2] + "-tp-[0-1]-cpushm_0"  # as vLLM's C++ code makes it
+open(segment, "x").close()
+names = ["/dev/shm/" + memory.name, "/dev/shm/sem." + lock._semlock.name[1:], group, segment]
+print(resource_tracker._resource_tracker._pid, *names, flush=True)
 time.sleep(600)
 """
 
 pytestmark = pytest.mark.skipif(not SHM_DIR.is_dir(), reason="no /dev/shm")
 
 
-def test_the_segment_of_a_process_killed_with_its_tracker_goes_with_the_next_one() -> None:
-    with subprocess.Popen([sys.executable, "-c", MAKE], cwd=ROOT, stdout=subprocess.PIPE) as maker:
-        assert maker.stdout
-        name, tracker = maker.stdout.readline().decode().split()
-        beside = OwnedMemory(create=True, size=64)  # its owner runs: this leaves the other alone
-        assert (SHM_DIR / name).exists()
-        subprocess.run(["kill", "-9", tracker], check=True)
-        maker.send_signal(signal.SIGKILL)
-    after = OwnedMemory(create=True, size=64)
-    assert not (SHM_DIR / name).exists()
-    for memory in (beside, after):
-        assert (SHM_DIR / memory.name).exists()
-        memory.close()
-        memory.unlink()
+@contextmanager
+def maker() -> Iterator[tuple[subprocess.Popen[bytes], int, list[Path]]]:
+    """A process that has made one file of each kind: it, its resource tracker, and the files."""
+    with subprocess.Popen(
+        [sys.executable, "-c", MAKE], cwd=ROOT, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout
+        tracker, *paths = process.stdout.readline().decode().split()
+        yield process, int(tracker), [Path(path) for path in paths]
+        process.kill()
+
+
+def test_what_killed_processes_leave_goes_when_the_next_one_starts() -> None:
+    with maker() as (process, tracker, left), maker() as (_, _, beside):
+        assert len(left) == 4
+        assert all(path.exists() for path in left)
+        os.kill(tracker, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        with maker():
+            assert not any(path.exists() for path in left)
+            assert all(path.exists() for path in beside), "their owner runs"
 
 
 def test_it_is_opened_by_name_and_rebuilt_as_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "SharedMemory", shared_memory.SharedMemory)
+    monkeypatch.setattr(SemLock, "_make_name", staticmethod(SemLock._make_name))  # type: ignore[attr-defined]
     named_memory.install()
     named_memory.install()
     assert shared_memory.SharedMemory is OwnedMemory
