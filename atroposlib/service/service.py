@@ -125,7 +125,7 @@ class RolloutService:
         self.committer = Committer(
             store,
             commit_timeout,
-            self.metrics.commit_seconds.observe,
+            self._note_commit,
             self._reload_after_commit_failure,
         )
 
@@ -165,11 +165,16 @@ class RolloutService:
         if publishes is not None:
             self.trainer_publishes = publishes
 
+    def _note_commit(self, seconds: float) -> None:
+        self.post_space.failure = None
+        self.metrics.commit_seconds.observe(seconds)
+
     def _reload_after_commit_failure(self, error: StoreError) -> None:
         """Undo everything since the last commit by reloading the queue from the store."""
         if self._reloading is not None and not self._reloading.done():
             return
         self._broken = error
+        self.post_space.failure = str(error)
         logger.error("refusing data: %s", error)
         self._reloading = asyncio.get_running_loop().create_task(self._reload())
 

@@ -264,6 +264,7 @@ class PostSpace:
 
     Attributes:
         refusing: the reason why the newest post was refused; None if there is space.
+        failure: the reason why the newest commit failed; None if it did not.
     """
 
     def __init__(self, store: Store) -> None:
@@ -273,6 +274,7 @@ class PostSpace:
         self._making: asyncio.Task[None] | None = None
         self._made = -float("inf")
         self.refusing: str | None = None
+        self.failure: str | None = None
 
     async def require(self, n_bytes: int) -> None:
         """Return if there is space for a post of so many bytes besides those under way.
@@ -336,5 +338,5 @@ class PostSpace:
             "free_bytes": space.free,
             "reserve_bytes": space.reserve,
             "reserve_is_whole": space.reserve_is_whole,
-            "refusing_posts": self.refusing,
+            "refusing_posts": self.refusing or self.failure,
         }

@@ -456,7 +456,7 @@ def _faults_of_trainer(stack: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _faults_of_store(stack: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     store = stack["service"]["store"] or {}
     if store.get("refusing_posts"):
-        remedy = "Free space on that disk. Batches still go out, and environments go on by themselves when there is space."
+        remedy = "Environments go on by themselves as soon as the service takes new groups again."
         yield _fault("service", "error", store["refusing_posts"], remedy)
     elif store and not store["reserve_is_whole"]:
         text = f"The reserve of {store['reserve_bytes'] / 1e6:,.0f} MB beside {store['path']} is not there."

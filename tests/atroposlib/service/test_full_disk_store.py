@@ -356,6 +356,34 @@ def test_a_full_disk_drains_and_posts_go_on_when_there_is_space(
     store.close()
 
 
+def test_stats_name_why_groups_are_refused_until_one_is_stored(tmp_path: Path) -> None:
+    file, elsewhere = tmp_path / "a.db", tmp_path / "moved.db"
+    store = SqliteStore(file)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        async def post() -> tuple[int, str | None]:
+            status = (await client.post("/scored_data", json=group())).status_code
+            return status, (await client.get("/stats")).json()["store"]["refusing_posts"]
+
+        (await client.post("/register", json=trainer())).raise_for_status()
+        assert await post() == (200, None)
+        file.rename(elsewhere)
+        for _ in range(2):
+            status, reason = await post()
+            assert status == 507
+            assert reason is not None
+            assert f"{file} is not in its place" in reason
+            assert "Put the old file back" in reason
+        elsewhere.rename(file)
+        async with asyncio.timeout(60):
+            while (await post())[0] != 200:  # the queue is being read again
+                await asyncio.sleep(0.01)
+        assert await post() == (200, None)
+
+    run(test, store)
+    store.close()
+
+
 def test_a_store_that_cannot_begin_is_one_line_and_begins_when_there_is_space(
     full_disk: FullDisk,
 ) -> None:
