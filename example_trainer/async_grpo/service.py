@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from example_trainer.async_grpo.actor import Address
 from example_trainer.async_grpo.restarts import Keeper, State
-from example_trainer.child_processes.processes import get_json, opener, post_json
+from example_trainer.child_processes.processes import get_json, post_json, read_answer
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Silences:
 def answers(url: str) -> bool:
     """Return whether a server answers, whatever its status."""
     try:
-        opener.open(url, timeout=ANSWER_SECONDS).close()
+        read_answer(url, ANSWER_SECONDS)
     except urllib.error.HTTPError:
         return True
     except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
@@ -411,7 +412,30 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 # No proxy: these are servers on this machine.
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+
+_LARGEST_ANSWER = 64 << 20
+
+
+def read_answer(request: str | urllib.request.Request, seconds: float) -> bytes:
+    """Send a request to a server on this machine, and return the body of its answer.
+
+    Args:
+        request: a URL to GET, or a whole request.
+        seconds: the deadline.
+
+    Raises:
+        OSError: no connection, no answer in time, or a status of 400 and above
+            (urllib.error.HTTPError). Also an answer that breaks off, is too large or is not HTTP.
+    """
+    try:
+        with _opener.open(request, timeout=seconds) as response:
+            body: bytes = response.read(_LARGEST_ANSWER)
+            if response.length:  # bytes that did not come
+                raise http.client.IncompleteRead(body, response.length)
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"not a whole HTTP answer ({type(error).__name__})") from error
+    return body
 
 
 def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:
@@ -423,13 +447,10 @@ def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:
         key: bearer token; empty for none.
 
     Raises:
-        OSError: no connection, no answer in time, or a status of 400 and above
-            (urllib.error.HTTPError).
+        OSError: as of `read_answer`.
         ValueError: the answer is not JSON.
     """
-    request = urllib.request.Request(url, headers=_bearer(key))
-    with opener.open(request, timeout=seconds) as response:
-        body = response.read()
+    body = read_answer(urllib.request.Request(url, headers=_bearer(key)), seconds)
     return json.loads(body) if body.strip() else None
 
 
@@ -439,9 +460,7 @@ def post_json(url: str, body: Any, seconds: float = 5.0, key: str = "") -> None:
     Arguments and errors as of `get_json`.
     """
     headers = {"Content-Type": "application/json", **_bearer(key)}
-    opener.open(
-        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=seconds
-    ).close()
+    read_answer(urllib.request.Request(url, json.dumps(body).encode(), headers), seconds)
 
 
 def _bearer(key: str) -> dict[str, str]:
@@ -453,12 +472,12 @@ def http_probe(url: str, seconds: float = 5.0) -> Probe:
 
     def probe() -> str | None:
         try:
-            with opener.open(url, timeout=seconds):
-                return None
+            read_answer(url, seconds)
         except urllib.error.HTTPError as error:
             return f"GET {url} answers {error.code}"
         except OSError as error:
             return f"GET {url}: {getattr(error, 'reason', error)}"
+        return None
 
     return probe
 

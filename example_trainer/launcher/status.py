@@ -19,7 +19,7 @@ from example_trainer.child_processes.processes import (
     describe_exit,
     get_json,
     http_probe,
-    opener,
+    read_answer,
     tail,
 )
 from example_trainer.launcher.command_line import ROOT
@@ -161,11 +161,10 @@ def health(record: Record) -> str:
 def served_version(port: int) -> int | None:
     """The weight version on vLLM's metrics page; None if there is none, or for port 0."""
     try:
-        with opener.open(f"http://localhost:{port}/metrics", timeout=PROBE_SECONDS) as answer:
-            lines = answer.read().decode(errors="replace").splitlines()
+        page = read_answer(f"http://localhost:{port}/metrics", PROBE_SECONDS)
     except OSError:
         return None
-    for line in lines:
+    for line in page.decode(errors="replace").splitlines():
         if line.startswith("lockstep_weight_version"):
             return int(float(line.rpartition(" ")[2]))
     return None

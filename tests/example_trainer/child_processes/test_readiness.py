@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,6 +93,31 @@ def test_http_probe_tells_what_is_missing(server: str, monkeypatch: pytest.Monke
     assert http_probe(f"{server}/else")() == f"GET {server}/else answers 503"
     assert get_json(f"{server}/ok") == {"a": 1}
     assert get_json(f"{server}/empty") is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"],
+    ids=["another program", "killed in its answer"],
+)
+def test_what_is_no_whole_answer_counts_as_none(answer: bytes) -> None:
+    def serve() -> None:
+        for _ in range(2):
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        missing = http_probe(url)()
+        with pytest.raises(OSError, match="not a whole HTTP answer"):
+            get_json(url)
+        server.join(60)
+    assert missing is not None
+    assert missing.startswith(f"GET {url}: not a whole HTTP answer")
 
 
 def test_http_probe_of_nobody() -> None:
