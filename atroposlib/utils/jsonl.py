@@ -199,7 +199,7 @@ def parse_line(line: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise UnreadableLine(f"not JSON ({error.msg} at column {error.colno})") from error
     except UnicodeDecodeError as error:
-        raise UnreadableLine(f"not UTF-8 (byte {error.start})") from error
+        raise UnreadableLine(f"not UTF-8 (byte {error.start}); save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:  # thousands of digits, or too many brackets
         raise UnreadableLine(f"not JSON that Python reads ({error})") from error
 
@@ -459,7 +459,17 @@ T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 
 ENDINGS = (".jsonl", ".json", ".parquet")
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_OTHER_FORMATS = {
+    b"\xff\xfe": "it is UTF-16; save it as UTF-8",
+    b"\xfe\xff": "it is UTF-16; save it as UTF-8",
+    b"\x1f\x8b": "it is compressed by gzip; unpack it with gunzip",
+    b"\x28\xb5\x2f\xfd": "it is compressed by Zstandard; unpack it with unzstd",
+    b"PK\x03\x04": "it is a zip archive or a spreadsheet; save its rows as JSON lines",
+    b"PAR1": "it is Parquet; call it .parquet",
+    b"version https://git-lfs": "it is a pointer of Git LFS; run git lfs pull in its folder",
+    b"<": "it is HTML or XML, perhaps the page around the file; download the file itself",
+}
+"""First bytes of a file that has no JSON -> the reason, with the remedy."""
 
 
 class BadRow(ValueError):
@@ -566,8 +576,17 @@ def rows_of_file(path: Path) -> Iterator[Row]:
         content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    if content.startswith(_UTF16_MARKS):
-        raise UsageError(f"cannot read {path}: it is UTF-16; save it as UTF-8")
+    for first_bytes, reason in _OTHER_FORMATS.items():
+        if content.startswith(first_bytes):
+            raise UsageError(f"cannot read {path}: {reason}")
+    if path.suffix.lower() in (".csv", ".tsv"):
+        dialect = ', dialect="excel-tab"' if path.suffix.lower() == ".tsv" else ""
+        raise UsageError(
+            f"cannot read {path}: rows of CSV are not read. Write them as JSON lines: "
+            "python3 -c 'import csv, json; [print(json.dumps(row)) for row in csv.DictReader("
+            f'open("{path}", newline="", encoding="utf-8-sig"){dialect})]\' > '
+            f"{path.with_suffix('.jsonl')}"
+        )
     return _json_rows(path, content) if path.suffix == ".json" else _line_rows(path, content)
 
 

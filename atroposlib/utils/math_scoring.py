@@ -220,7 +220,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"{TEXT_COMMAND}\s*\{{\s*([\d.]+|,|)\s*\}}(?!\s*_)", r" \1 "),
         (r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))", ""),
         (r"\\tag\*?\s*\{[^{}]*\}", ""),
-        (r"(?<=[\w)}])\s*\*\*\s*(\([^()]*\)|-?[\w.]+)", r"^{\1}"),
+        (r"\^\s*(?:\\prime(?![A-Za-z])|\{\s*\\prime\s*\})", "'"),
+        (r"(?<=[\w)}])(\s*)\*\*\1(\([^()]*\)|-?[\w.]+)", r"^{\2}"),
         (r"\\var(phi|epsilon|theta|rho|sigma)(?![A-Za-z])", r"\\\1"),
         (r"\{p?smallmatrix\}", "{pmatrix}"),
         (r"\\frac\s*(\\pi(?![A-Za-z]))", r"\\frac{\1}"),
@@ -366,8 +367,11 @@ _TIME_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.?\s?m\b\.?[\s}]*$", re.IGNORECA
 _AROUND_NUMBER = re.compile(rf"{TEXT_COMMAND}|\\[!,;: ]|[\s{{}}~*]")
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?(?:([ap])\.?m)?\.?", re.IGNORECASE)
 _ISO_DATE = re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)")
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()  # noqa: SIM905
-_MONTH = rf"(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"
+_MONTHS = ["january", "february", "march", "april", "may", "june", "july"]
+_MONTHS += ["august", "september", "october", "november", "december"]
+_MONTH = (
+    rf"(?P<month>{'|'.join(f'{name[:3]}(?:{name[3:]})?' for name in _MONTHS)}|sept)(?![a-z])\.?"
+)
 _DATES = (
     _ISO_DATE,
     *(
@@ -483,7 +487,11 @@ def date(text: str) -> tuple[int | None, int, int] | None:
     for match in (pattern.fullmatch(flat) for pattern in _DATES):
         if match:
             month = match["month"]
-            number = int(month) if month.isdigit() else _MONTHS.index(month[:3].lower()) + 1
+            number = (
+                int(month)
+                if month.isdigit()
+                else 1 + [name[:3] for name in _MONTHS].index(month[:3].lower())
+            )
             return int(match["year"]) if match["year"] else None, number, int(match["day"])
     return None
 
@@ -731,15 +739,15 @@ def compare_plainly(gold: str, answer: str) -> bool | None:
 
 def _compare_spelled(gold: str, answer: str) -> bool | None:
     """Compare the spellings of two answers; None if math_verify must decide."""
+    dates = date(gold), date(answer)
+    if dates[0] and dates[1]:
+        return dates[0][1:] == dates[1][1:] and dates[0][0] in (None, dates[1][0])
     amounts = _compare_amounts(gold, answer)
     if amounts is not None:
         return amounts
     one, other = spelled(gold), spelled(answer)
     if one and one == other:
         return True
-    dates = date(gold), date(answer)
-    if dates[0] and dates[1]:
-        return dates[0][1:] == dates[1][1:] and dates[0][0] in (None, dates[1][0])
     if _ISO_DATE.fullmatch(one) or _ISO_DATE.fullmatch(other):
         return False
     for reading in (_as_spelled_number, clock, ratio, with_base):
@@ -797,7 +805,9 @@ def _compare_choices(one: str, other: str) -> bool | None:
     """Compare two answers, one of them a labelled choice; None if the contents must decide."""
     several = _several_choices(one), _several_choices(other)
     if several[0] and several[1]:
-        return several[0] == several[1]
+        # Without separators, three letters may be an order, such as BAC.
+        is_order = several == (one, other) and len(one) > 2
+        return one == other if is_order else sorted(several[0]) == sorted(several[1])
     choices = choice(one), choice(other)
     if choices[0] is not None and choices[1] is not None:
         if choices[0][0] != choices[1][0]:
@@ -807,10 +817,10 @@ def _compare_choices(one: str, other: str) -> bool | None:
     return None
 
 
-def _several_choices(text: str) -> list[str] | None:
-    """Return the letters of `AC` or `A, C` in order; None for everything else."""
+def _several_choices(text: str) -> str | None:
+    """Return the letters of `AC` or `A, C`; None for everything else."""
     letters = re.sub(rf"{_BETWEEN_VALUES.pattern}|[\s()]", "", text)
-    return sorted(letters) if re.fullmatch("[A-J]{2,}", letters) else None
+    return letters if re.fullmatch("[A-J]{2,}", letters) else None
 
 
 def _content(text: str) -> str:
@@ -839,6 +849,7 @@ _VECTOR = re.compile(
 )
 _TUPLE = re.compile(r"\(.*,.*\)", re.DOTALL)
 _ONE_TUPLE = re.compile(r"\((?:(?!\\[{}])[^()\[\]])*,(?:(?!\\[{}])[^()\[\]])*\)")
+_PRIME = re.compile(r"(?<=[A-Za-z)'])'|\\prime(?![A-Za-z])")
 _SET = re.compile(r"\\\{[^()]*,[^()]*\\\}")
 _LIST = re.compile(r"(?!.*\\(?:\{|begin|pm|mp))[^()\[\]|<>=]*,[^()\[\]|<>=]*")
 _BETWEEN_VALUES = re.compile(rf"(?:[,;]|\band\b|{TEXT_COMMAND}\s*\{{\s*and\s*\}})")
@@ -902,6 +913,8 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
     if any(
         _SET.fullmatch(a) and _ONE_TUPLE.fullmatch(b) for a, b in ((gold, answer), (answer, gold))
     ):
+        return False
+    if len(_PRIME.findall(gold)) != len(_PRIME.findall(answer)):  # math_verify drops primes
         return False
     gold, answer = _in_radians(gold, answer), _in_radians(answer, gold)
     percentages = percentage(gold), percentage(answer)

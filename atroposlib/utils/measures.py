@@ -231,8 +231,8 @@ def _unit_after_currency(text: str, found: re.Match[str]) -> tuple[Dimension, Fr
 def equal_measures(one: Measure, other: Measure) -> bool | None:
     """Compare two amounts; None if the numbers alone must decide.
 
-    `5 m` may be metres or minutes. `90 degrees` may be a temperature. `$5 per hour` may answer for
-    `$5`.
+    `5 m` may be metres or minutes. `90 degrees` may be a temperature. `3 hours per day` may
+    answer for `3 hours`.
     """
     if one.dimension == other.dimension:
         return one.amount == other.amount
@@ -242,6 +242,9 @@ def equal_measures(one: Measure, other: Measure) -> bool | None:
             return None
         if first.dimension == {("degree", 1)} and kinds & {"celsius", "fahrenheit"}:
             return None
-        if first.dimension == {("money", 1)} and ("money", 1) in second.dimension:
+        if first.dimension == {("money", 1)} and first.dimension <= second.dimension:
+            return None
+        head, per, _ = second.unit.partition(" per ")
+        if per and (unit := _unit_at(head, 0)) and unit[0] == first.dimension:
             return None
     return False

@@ -95,7 +95,8 @@ RIGHT = {
         ("$5.50", "5 dollars and 50 cents"), ("1 inch", "2.54 cm"), ("£5", "5 pounds"), ("5 minutes", "5 m"),
         ("$5", "$5 per hour"),
         ("90 degrees", "90°F"), ("5 J", "5 N m"), (r"9.8\,\frac{\text{m}}{\text{s}^2}", "9.8 m/s^2"), ("12", "12 (cm)"),
-        ("5", "$5/hour"),
+        ("5", "$5/hour"), ("3 hours", "3 hours per day"),
+        ("5 marbles", "5 decks"),
     ],
     "both signs inside a fraction": [(r"\frac{-1\pm\sqrt5}{2}", r"\frac{-1+\sqrt{5}}{2},\frac{-1-\sqrt{5}}{2}")],
     "degrees and radians": [(r"\frac{\pi}{3}", r"60^\circ"), (r"60^\circ", r"\frac{\pi}{3}"), (r"\frac\pi4", r"\tan^{-1}(1)")],
@@ -119,10 +120,12 @@ RIGHT = {
     ],
     "more commands": [
         ("12", r"\mathtt{12}"), ("12", r"12 \tag{1}"), ("5", r"\therefore x=5"), ("5", r"\Rightarrow 5"), ("x^2", "x**2"),
+        ("x^2", "x ** 2"),
         (r"\phi", r"\varphi"), ("2", r"\lg 100"),
         (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{smallmatrix}1&2\\3&4\end{smallmatrix}"),
         ("432_5", "432 (base 5)"), ("432_5", r"432\text{ in base 5}"),
     ],
+    "primes": [("f'(x)", r"f^{\prime}(x)"), ("y'", "y'"), ("5 feet", "5'"), ("A'B'", "B'A'")],
     "other commands": [
         ("1/2", r"\sfrac{1}{2}"), ("1/2", r"\nicefrac12"), (r"5\sqrt2", "5*sqrt{2}"), (r"\lfloor x\rfloor", "⌊x⌋"),
         (r"\infty", r"\text{infinity}"), ("12/99", r"0.\dot{1}\dot{2}"),
@@ -160,7 +163,8 @@ WRONG = {
     "amounts of other dimensions": [
         ("5 cm", "5 cm^2"), ("5 cm^2", "5 cm"), ("5 square feet", "5 feet"), ("60 mph", "60 km/h"), ("5 kg", "5 lb"),
         ("5 hours", "5 km"), (r"9.8\text{ m/s}^2", "9.8 m/s"), ("5 liters", "5 mL"), (r"20^\circ C", r"20^\circ F"),
-        (r"30^\circ", r"30\text{ radians}"), (r"\frac12 hour", "1/2 minute"), ("20 N", "20 J"), ("10 minutes", "10 miles"),
+        (r"30^\circ", r"30\text{ radians}"), (r"\frac12 hour", "1/2 minute"), ("20 N", "20 J"), ("10 m/s", "10 m"),
+        ("10 minutes", "10 miles"),
         ("$5", "€5"), ("5 euros", "5 dollars"), ("1 hour 30 minutes", "1.3 hours"), ("5 ft 6 in", "5.6 ft"),
         ("2 hours, 3 hours", "5 hours"),
     ],
@@ -177,13 +181,15 @@ WRONG = {
         ("7", "eight"), ("1234567", "1.234.568"), ("1.234", "1234"), ("1/7", "0.142856142856..."), ("33", r"33.\overline3"),
     ],
     "words": [
-        ("No solutions", "one solution"), ("red and blue", "red"), ("AC", "A, B"), ("A", "AC"), ("AC", "A"),
+        ("No solutions", "one solution"), ("red and blue", "red"), ("AC", "A, B"), ("A", "AC"), ("AC", "A"), ("BAC", "ABC"),
         ("the circle", "the square"),
     ],
     "times and dates in words": [
-        ("noon", "midnight"), ("12:00 pm", "midnight"), ("4:00 pm", "5 o'clock"), ("March 5", "March 6"), ("March 5", "May 5"),
+        ("noon", "midnight"), ("12:00 pm", "midnight"), ("4:00 pm", "5 o'clock"), ("March 5", "March 6"), ("3 May", "3 June"),
+        ("March 5", "May 5"),
         ("2020-03-05", "May 3, 2020"), ("March 5, 2020", "March 5"), ("March 5, 2020", "March 5, 2021"),
     ],
+    "primes": [("f'(x)", "f''(x)"), ("y", "y'"), ("x", r"x^{\prime}"), ("A'", "A")],
     "dates": [("2005", "2023-03-15"), ("2023-03-15", "2023-03-16")],
     "amounts in other units": [
         ("5 hours", "5 minutes"), ("$3", "3 cents"), (r"30\text{ cm}", r"30\text{ m}"), ("$50", "50¢"), ("6 feet", "6 inches"),
