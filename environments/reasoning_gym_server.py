@@ -16,6 +16,7 @@ scorer cannot read its own answer, nothing is scored.
 import asyncio
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -45,6 +46,7 @@ PROMPT = (
 )
 FORMS = {"tags": "<answer>answer</answer>", "boxed": "\\boxed{answer}"}
 SCORE_SECONDS = 30.0
+_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 SOLVED = 0.999
 """A score from here on is a right answer: some are sums of parts that round."""
 
@@ -206,12 +208,11 @@ class ReasoningGymEnv(NumberedItems, SingleTurnEnv):
 def last_tagged(text: str) -> str | None:
     """Return the text of the last `<answer>` tags, or None without any.
 
-    >>> last_tagged("<answer>1</answer> no, <answer> 2 </answer>")
-    '2'
+    >>> last_tagged("<answer>1</answer> no, <answer> 2 </answer>"), last_tagged("<answer>5</answer></answer>")
+    ('2', '5')
     """
-    before, closed, _ = text.rpartition("</answer>")
-    _, opened, answer = before.rpartition("<answer>")
-    return answer.strip() if closed and opened else None
+    answers = _TAGGED.findall(text)
+    return answers[-1].strip() if answers else None
 
 
 if __name__ == "__main__":

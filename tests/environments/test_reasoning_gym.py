@@ -151,6 +151,7 @@ def test_tasks_are_named_on_the_command_line_or_in_a_table() -> None:
 def test_the_last_tags_hold_the_answer() -> None:
     assert last_tagged("<answer>1</answer> no, <answer> 2 </answer> so") == "2"
     assert last_tagged("<answer>1</answer> no, <answer> 2") == "1"
+    assert last_tagged("<answer>5</answer></answer>") == "5"
     assert last_tagged("1</answer>") is last_tagged("<answer>1") is last_tagged("") is None
 
 
