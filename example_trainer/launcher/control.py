@@ -104,7 +104,7 @@ class Starter:
             self.clear_leftovers()
             self.refuse_ports()
             self.refuse_flags()
-            self.keys = make_keys(self.options.run, os.environ, running=bool(self.running()))
+            self.keys = make_keys(self.options.run, os.environ, running=bool(self.records.living()))
             write_whole(self.options.run / "commands.sh", self.stack.script().encode())
             save(self.options)
             try:
@@ -116,14 +116,6 @@ class Starter:
                 raise
             if self.options.links:
                 self.link_logs(Path.cwd())
-
-    def running(self) -> list[str]:
-        """Parts of this run that live."""
-        return [
-            part
-            for part in self.records.parts()
-            if (record := self.records.read(part)) and record.keeper.is_alive()
-        ]
 
     def refuse_what_runs(self) -> None:
         for part in self.options.parts:

@@ -7,9 +7,10 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from atroposlib.one_line_parser import OneLineParser
@@ -359,12 +360,39 @@ SWITCHES = {
 """Options without a value, and their help."""
 
 
-def parser() -> OneLineParser:
-    """The command line of start.sh."""
+def of_living_parts(run: Path) -> dict[str, str]:
+    """Return the options that all parts of a run share, as its last start had them.
+
+    A later start of further parts must reach the parts that live. A run without living parts has
+    none.
+    """
+    if not (run / OPTIONS_FILE).exists() or not Records(run).living():
+        return {}
+    before = last_start(run)
+    shared: dict[str, object] = {
+        "model": before.model,
+        "bridge": before.bridge,
+        "vllm-servers": before.servers,
+        "vllm-gpus": _listed(before.vllm_gpus) if before.vllm_gpus else "",
+        "trainer-gpus": _listed(before.trainer_gpus) if before.trainer_gpus else "",
+        "service-port": before.service_port,
+        "vllm-port": _listed(before.vllm_ports),
+        "master-port": before.master_port,
+    }
+    return {name: str(value) for name, value in shared.items() if value != ""}
+
+
+def parser(shared: Mapping[str, str] = MappingProxyType({})) -> OneLineParser:
+    """The command line of start.sh.
+
+    Args:
+        shared: defaults from parts of the run that live, by option.
+    """
     made = OneLineParser(
         prog="scripts/start.sh",
         description="Start the stack, or some parts of it, in the background. Every option can also be given as a variable: "
-        "--vllm-port as LOCKSTEP_VLLM_PORT, and so on.",
+        "--vllm-port as LOCKSTEP_VLLM_PORT, and so on. Beside living parts of the run, the model, the bridge, GPUs and "
+        "ports are theirs unless given.",
         allow_abbrev=False,
     )
     made.add_argument(
@@ -377,7 +405,8 @@ def parser() -> OneLineParser:
     for name, default, description, read in options_with_values():
         if default is not None:
             description += f" (default: {default})"
-        value = os.environ.get("LOCKSTEP_" + name.upper().replace("-", "_"), default)
+        variable = "LOCKSTEP_" + name.upper().replace("-", "_")
+        value = os.environ.get(variable, shared.get(name, default))
         made.add_argument(f"--{name}", default=value, help=description, type=read)
     for name, description in SWITCHES.items():
         made.add_argument(f"--{name}", action="store_true", help=description)
@@ -395,6 +424,10 @@ def parse(arguments: Sequence[str]) -> StackOptions:
     given = parser().parse_args(arguments)
     if given.resume:
         return resumed(given, arguments)
+    shared = of_living_parts(given.run.expanduser().absolute())
+    if given.cpu:
+        shared = {name: value for name, value in shared.items() if not name.endswith("-gpus")}
+    given = parser(shared).parse_args(arguments)
     parts = chosen(given.parts, parts_of(given.vllm_servers))
     if given.bridge not in BRIDGES:
         raise LauncherError(f"--bridge {given.bridge}: give one of {', '.join(BRIDGES)}")
@@ -617,9 +650,7 @@ def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions
             f"{', '.join(before.parts)}"
         )
     records = Records(run)
-    running = {
-        part for part in before.parts if (record := records.read(part)) and record.keeper.is_alive()
-    }
+    running = set(records.living())
     parts = named or tuple(part for part in before.parts if part not in running)
     if not parts:
         raise LauncherError(f"--resume: everything of {run} runs already")

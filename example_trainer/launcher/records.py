@@ -244,6 +244,14 @@ class Records:
         files = (file.stem for file in self.folder.glob("*.json") if kind_of(file.stem))
         return in_order([*files, *self.unrecorded()])
 
+    def living(self) -> list[str]:
+        """The parts whose processes live, in the order of a start."""
+        return [
+            part
+            for part in self.parts()
+            if (record := self.read(part)) and record.keeper.is_alive()
+        ]
+
     def is_recorded(self, part: str) -> bool:
         """Report if the part has its file."""
         return (self.folder / f"{part}.json").exists()

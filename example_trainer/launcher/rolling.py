@@ -54,7 +54,7 @@ class Roller:
         parts = self.chosen(named)
         with private_files(), claimed(self.stack.options.run):
             self.starter.keys = make_keys(
-                self.stack.options.run, os.environ, running=bool(self.starter.running())
+                self.stack.options.run, os.environ, running=bool(self.starter.records.living())
             )
             rows = self.ask(self.servers)
             self.newest = max(self.newest, *(row.weights for row in rows.values()))

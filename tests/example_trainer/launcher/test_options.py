@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.cli import run_api
+from atroposlib.utils.processes import identify
 from example_trainer import reference_worker
 from example_trainer.async_grpo.actor import PYTHON
 from example_trainer.command_line import parse_config, parse_section
@@ -23,7 +25,7 @@ from example_trainer.launcher import roles
 from example_trainer.launcher.command_line import ROOT, LauncherError
 from example_trainer.launcher.logs import Follower, show
 from example_trainer.launcher.options import choose_gpus, parse, save
-from example_trainer.launcher.records import PARTS
+from example_trainer.launcher.records import PARTS, Record, Records
 from example_trainer.launcher.stack import Stack
 from example_trainer.launcher.starter_models import BATCHES, LEARNING_RATES, STARTER_MODEL
 from example_trainer.parameter_server.options import ParameterServerOptions
@@ -210,6 +212,25 @@ def test_resume_takes_the_options_of_the_last_start(tmp_path: Path) -> None:
     assert parse([*run, "--resume", "vllm"]).parts == ("vllm",)
     assert "--resume auto" in " ".join(Stack(again).command("trainer").arguments)
     assert "--resume" not in Stack(first).command("trainer").arguments
+
+
+def test_further_parts_take_what_the_living_ones_use(tmp_path: Path) -> None:
+    """Service and vLLM first, the trainer later, as the guide of environments types it."""
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text("{}")
+    run = ["--cpu", "--run", str(tmp_path / "a run")]
+    ports = ["--service-port", "18000", "--vllm-port", "19001", "--master-port", "19500"]
+    first = parse(["service", *run, *ports, "--model", str(model), "--bridge", "lora"])
+    first.run.mkdir()
+    save(first)
+    me = identify(os.getpid())
+    assert me is not None
+    Records(first.run).write(Record("service", me, 0.0, "api.log"))
+    later = parse(["trainer", *run, "--steps", "5", "--bridge", "broadcast"])
+    assert (later.service_port, later.vllm_ports, later.master_port) == (18000, (19001,), 19500)
+    assert (later.model, later.bridge, later.steps) == (str(model), "broadcast", 5)
+    (first.run / "processes" / "service.json").unlink()
+    assert parse(["trainer", *run]).service_port == 8000
 
 
 @pytest.mark.parametrize(
