@@ -1,6 +1,6 @@
 r"""Questions with mathematical answers, of any dataset; and the field's evaluation suites by name.
 
-    # train and test, .jsonl, .json or .parquet
+    # train and test, .jsonl, .json, .csv or .parquet
     python environments/math_server.py --env.dataset_path DIR
     python environments/math_server.py --env.dataset NAME  # from the Hugging Face hub
     python environments/math_server.py evaluate --env.eval_suites math500,aime24:16 --env.suites_folder DIR
@@ -142,8 +142,13 @@ def read_question(row: Any, columns: Columns) -> Question:
     marked = gold is not None and (
         last_boxed(str(answer)) is not None or ANSWER_MARK in str(answer)
     )
-    if gold is None or (answer_column == "solution" and not marked):
+    if gold is None:
         raise BadRow(f"{answer_column!r} holds no answer: {answer!r:.80}")
+    if answer_column == "solution" and not columns.answer and not marked:
+        raise BadRow(
+            f"'solution' holds no answer behind #### or in a box: {answer!r:.80}. If the whole cell "
+            "is the answer, give --env.answer_column solution"
+        )
     if any("\ud800" <= character <= "\udfff" for character in question + gold):
         raise BadRow("it holds half of a character (a lone surrogate), which no request can carry")
     return Question(question.strip(), gold)
@@ -177,7 +182,7 @@ def gather(rows: Iterable[Row], columns: Columns, source: str) -> Rows[Question]
 
 
 def read_file(path: Path, columns: Columns = Columns()) -> Rows[Question]:
-    """Return all questions of a file: `.jsonl`, `.json` (a list) or `.parquet`.
+    """Return all questions of a file: `.jsonl`, `.json` (a list), `.csv` or `.parquet`.
 
     Raises:
         UsageError: as `rows_of_file` and `gather`.
@@ -262,7 +267,7 @@ def load_suite(name: str, folder: Path | None) -> Rows[Question]:
         return load_from_hub(suite.hub, suite.config, [suite.split], remedy=remedy)[0]
     path = file_named(folder, name) or file_named(folder / name, "test")
     if path is None:
-        looked = f"{folder / name}.jsonl (or .json, .parquet, or {name}/test.jsonl)"
+        looked = f"{folder / name}.jsonl (or .json, .csv, .parquet, or {name}/test.jsonl)"
         raise UsageError(f"--env.suites_folder: the suite {name} is not at {looked}: {remedy}")
     return read_file(path)
 
@@ -284,7 +289,7 @@ class MathConfig(BaseEnvConfig):
 
     dataset_path: str | None = Field(
         default=None,
-        description="Folder with a train and a test file (.jsonl, .json, .parquet), or one such "
+        description="Folder with a train and a test file (.jsonl, .json, .csv, .parquet), or one such "
         "file for both",
     )
     dataset: str | None = Field(

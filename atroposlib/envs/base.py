@@ -24,6 +24,7 @@ from atroposlib.errors import UsageError
 from atroposlib.inference.client import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
 from atroposlib.inference.server_manager import ServerManager
 from atroposlib.type_definitions import Item
+from atroposlib.utils.waiting import awaited
 from atroposlib.wire import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa: F401
 
 # Imports that this file does not use are for environments: the public SDK has them here.
@@ -156,7 +157,7 @@ class BaseEnv(ABC):
                 "out, or derive from "
                 "SingleTurnEnv or MultiTurnEnv"
             )
-        return await self.get_next_item()
+        return await awaited(self.get_next_item(), "get_next_item", self)
 
     @abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:

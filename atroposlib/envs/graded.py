@@ -37,6 +37,7 @@ from atroposlib.inference.managed_server import SequenceNode, sequence_fields
 from atroposlib.type_definitions import Item
 from atroposlib.utils.files import KeptLines
 from atroposlib.utils.jsonl import Row, encode_repaired, open_kept_lines, rows_of_lines
+from atroposlib.utils.waiting import awaited
 from atroposlib.wire import ScoredDataGroup, plain_score, teaches_nothing
 
 logger = logging.getLogger(__name__)
@@ -333,9 +334,9 @@ class GradedEnv(BaseEnv):
     async def next_item(self) -> Item:
         """The next item; with `curriculum`, the next that is worth sampling."""
         if not self.config.curriculum:
-            return await self.get_next_item()
+            return await awaited(self.get_next_item(), "get_next_item", self)
         for _ in range(MAX_SKIPPED):
-            item = await self.get_next_item()
+            item = await awaited(self.get_next_item(), "get_next_item", self)
             if item is None or self.curriculum.takes(self.item_key(item), self._rng.random()):
                 return item
             self._passed_over += 1

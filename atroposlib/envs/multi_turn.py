@@ -45,7 +45,7 @@ from atroposlib.inference.responses import (
     whole_response,
 )
 from atroposlib.type_definitions import Item
-from atroposlib.utils.waiting import gather_or_cancel
+from atroposlib.utils.waiting import awaited, gather_or_cancel
 from atroposlib.wire import PROMPT_MASK, ScoredDataGroup, plain_score
 
 Ending = Literal["done", "max_turns", "max_tokens", "answer_cut"]
@@ -350,7 +350,9 @@ class MultiTurnEnv(GradedEnv):
         return group
 
     async def _grades(self, played: Sequence[tuple[Conversation, SequenceNode]]) -> list[Grade]:
-        returned = await gather_or_cancel([self.grade(talk) for talk, _ in played])
+        returned = await gather_or_cancel(
+            [awaited(self.grade(talk), "grade", self) for talk, _ in played]
+        )
         return [checked_grade(grade, self) for grade in returned]
 
     async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:

@@ -12,6 +12,7 @@ from atroposlib.envs.graded import Attempt, Grade, GradedEnv, checked_grade, gro
 from atroposlib.inference.managed_server import SequenceNode
 from atroposlib.inference.responses import answer_part, whole_response
 from atroposlib.type_definitions import Item, Message
+from atroposlib.utils.waiting import awaited
 from atroposlib.wire import PROMPT_MASK, ScoredDataGroup
 
 __all__ = ["Grade", "Response", "SingleTurnEnv", "as_response"]
@@ -131,7 +132,9 @@ class SingleTurnEnv(GradedEnv):
             nodes = managed.get_state()["nodes"]
         choices = completion.choices
         responses = [as_response(choice, node) for choice, node in zip(choices, nodes, strict=True)]
-        returned = await asyncio.gather(*(self.grade(problem, response) for response in responses))
+        returned = await asyncio.gather(
+            *(awaited(self.grade(problem, response), "grade", self) for response in responses)
+        )
         grades = [checked_grade(grade, self) for grade in returned]
         return messages, [
             Answer(response, node, grade, choice.finish_reason)

@@ -8,12 +8,14 @@ a line that they cannot read, and go on.
 - A byte order mark is skipped at the start of each line: files that were joined have several.
 - NaN and infinities, which JSON does not have, are read.
 
-`rows_of_file` reads data files: JSON lines, JSON and Parquet. A row that cannot be read is returned
+`rows_of_file` reads data files: JSON lines, JSON, CSV and Parquet. A row that cannot be read is returned
 with its fault, so that the caller can count it. A file is refused only if none of it can be read.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import logging
 import os
@@ -458,7 +460,7 @@ def _opened(path: Path) -> BinaryIO:
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 
-ENDINGS = (".jsonl", ".json", ".parquet")
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 _OTHER_FORMATS = {
     b"\xff\xfe": "it is UTF-16; save it as UTF-8",
     b"\xfe\xff": "it is UTF-16; save it as UTF-8",
@@ -564,8 +566,8 @@ def train_and_test(
 
 
 def rows_of_file(path: Path) -> Iterator[Row]:
-    """Return the rows of a `.parquet`, `.json` (a list) or JSON lines file (any other name). Empty
-    lines are skipped.
+    """Return the rows of a `.parquet`, `.csv` or `.tsv` (with a header), `.json` (a list) or JSON lines file
+    (any other name). Empty lines are skipped.
 
     Raises:
         UsageError: the file cannot be read at all, or its format does not match its name.
@@ -579,15 +581,39 @@ def rows_of_file(path: Path) -> Iterator[Row]:
     for first_bytes, reason in _OTHER_FORMATS.items():
         if content.startswith(first_bytes):
             raise UsageError(f"cannot read {path}: {reason}")
-    if path.suffix.lower() in (".csv", ".tsv"):
-        dialect = ', dialect="excel-tab"' if path.suffix.lower() == ".tsv" else ""
-        raise UsageError(
-            f"cannot read {path}: rows of CSV are not read. Write them as JSON lines: "
-            "python3 -c 'import csv, json; [print(json.dumps(row)) for row in csv.DictReader("
-            f'open("{path}", newline="", encoding="utf-8-sig"){dialect})]\' > '
-            f"{path.with_suffix('.jsonl')}"
+    read = {".json": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows}.get(
+        path.suffix.lower(), _line_rows
+    )
+    return read(path, content)
+
+
+def _csv_rows(path: Path, content: bytes) -> Iterator[Row]:
+    """Return a row for each record behind the header, whose cells name the columns."""
+    between = "\t" if path.suffix.lower() == ".tsv" else ","
+    try:
+        reader = csv.DictReader(
+            io.StringIO(content.decode(), newline=""), delimiter=between, strict=True
         )
-    return _json_rows(path, content) if path.suffix == ".json" else _line_rows(path, content)
+        rows = [(reader.line_num, row) for row in reader]
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"cannot read {path}: not UTF-8 (byte {error.start}); save it as UTF-8"
+        ) from error
+    except csv.Error as error:
+        raise UsageError(
+            f"cannot read {path}, below line {reader.line_num}: {error}; mend it"
+        ) from error
+    names = reader.fieldnames or []
+    if len(names) == 1 and (found := [mark for mark in ",;\t" if mark in names[0]]):
+        raise UsageError(
+            f"{path}, line 1: its columns are separated by {found[0]!r}: separate them by {between!r}"
+        )
+    return (
+        Row(f"{path}, line {line}", row)
+        if None not in row and None not in row.values()
+        else Row(f"{path}, line {line}", None, f"not {len(names)} cells, as the header has")
+        for line, row in rows
+    )
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -1,6 +1,7 @@
 """Bounded, logged waits. Nothing in this package waits without a deadline or in silence."""
 
 import asyncio
+import inspect
 import logging
 import math
 import threading
@@ -8,6 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+from atroposlib.errors import UsageError
 
 T = TypeVar("T")
 
@@ -98,9 +101,8 @@ class Patience:
             self.logged.at = now
             if self.logged.since is None:
                 self.logged.since = now - waited
-        self.logger.warning(
-            "Waiting for %s for %.0f of %.0f s (%s)", self.what, waited, self.timeout, self.why
-        )
+        line = f"Waiting for {self.what} for {waited:.0f} of {self.timeout:.0f} s ({self.why})"
+        self.logger.warning("%s", "; ".join(filter(None, [line, self.remedy])))
 
     async def wait(self, why: str, at_least: float = 0.0) -> None:
         """Pause once before the next attempt."""
@@ -116,6 +118,23 @@ class Patience:
             since, self.logged.since = self.logged.since, None
         if since is not None:
             self.logger.info("%s: there after %.1f s", self.what, time.monotonic() - since)
+
+
+async def awaited(returned: Awaitable[T], method: str, author: object) -> T:
+    """Return the result of an author's method, which must be asynchronous.
+
+    Args:
+        returned: the value that the call of the method returned.
+
+    Raises:
+        UsageError: the method is not asynchronous.
+    """
+    if not inspect.isawaitable(returned):
+        raise UsageError(
+            f"{method} of {type(author).__name__} returned {returned!r:.80} at once: "
+            f"write `async def {method}`"
+        )
+    return await returned
 
 
 async def gather_or_cancel(calls: list[Awaitable[T]]) -> list[T]:

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from types import ModuleType
 import httpx
 import pytest
 
-from environments.math_server import load_from_path
 from example_trainer.launcher.records import read_keys
 from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import FORKED_ENGINES
@@ -71,10 +69,6 @@ class Reader:
             return self.script(*line.split(".sh", 1))
         if line.startswith("view-run "):
             return self.page(line)
-        if line.startswith("python3 -c "):
-            return subprocess.run(
-                ["bash", "-c", line], cwd=self.folder, check=True, timeout=60, text=True, stdout=-1
-            ).stdout
         words = [
             *words_of(line),
             "--openai.base_url",
@@ -164,21 +158,6 @@ def test_the_page_is_typed_from_its_first_to_its_last_command(reader: Reader) ->
 def test_the_environment_has_at_most_40_lines(folder: Path) -> None:
     """The heading of docs/environments.md that leads here promises it."""
     assert len((folder / "coins_server.py").read_text().splitlines()) <= 40
-
-
-def test_the_command_turns_a_csv_into_questions(folder: Path) -> None:
-    """A file as a spreadsheet writes it: a byte order mark, quotes, a line break in a cell, other
-    columns.
-    """
-    rows = 'question,answer,source\r\n"What is ""half"" of ten,\nplus one?",6,book\r\nHow many legs has a spider?,8,\r\n'
-    (folder / "questions.csv").write_bytes(b"\xef\xbb\xbf" + rows.encode())
-    (command,) = (line for line in command_lines(PAGE) if line.startswith("python3 -c "))
-    subprocess.run(["bash", "-c", command], cwd=folder, check=True, timeout=60)
-    train, _ = load_from_path(folder / "questions.jsonl")
-    assert [(one.question, one.gold) for one in train.good] == [
-        ('What is "half" of ten,\nplus one?', "6"), ("How many legs has a spider?", "8"),
-    ]  # fmt: skip
-    assert train.faults == []
 
 
 def imported(file: Path) -> ModuleType:

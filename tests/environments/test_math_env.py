@@ -132,6 +132,42 @@ def test_columns_go_by_name_or_are_the_usual_ones(tmp_path: Path) -> None:
         UsageError, match=r"has no question with an answer; .*'solution' holds no answer"
     ):
         read_file(write(tmp_path / "z.jsonl", {"question": "q", "solution": "it is clear"}))
+    plain = write(tmp_path / "plain.jsonl", {"question": "q", "solution": "72"})
+    with pytest.raises(UsageError, match=r"give --env\.answer_column solution$"):
+        read_file(plain)
+    assert read_file(plain, Columns(answer="solution")).good == [Question("q", "72")]
+
+
+def test_a_csv_file_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
+    """A byte order mark, quotes, a line break in a cell, other columns, a row that lacks a cell."""
+    path = tmp_path / "questions.csv"
+    rows = (
+        'question,answer,source\r\n"What is ""half"" of ten,\nplus one?",6,book\r\n'
+        "How many legs has a spider?,8,\r\nHow many?,7\r\n"
+    )
+    path.write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    train, _ = load_from_path(path)
+    assert [(one.question, one.gold) for one in train.good] == [
+        ('What is "half" of ten,\nplus one?', "6"), ("How many legs has a spider?", "8"),
+    ]  # fmt: skip
+    assert train.faults == [f"{path}, line 5: not 3 cells, as the header has"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"question;answer\nTwo and two?;4\n", r"line 1: its columns are separated by ';'"),
+        (b'question,answer\n"Two and "two?,4\n', r"below line 1: .* expected after '\"'; mend it"),
+        (b"question,answer\nTwo\xe9,4\n", "not UTF-8 .*; save it as UTF-8"),
+        (b"question,answer\n", "has no question with an answer"),
+    ],
+)
+def test_a_csv_file_that_cannot_be_read_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (path := tmp_path / "q.csv").write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_file(path)
 
 
 @pytest.mark.parametrize(

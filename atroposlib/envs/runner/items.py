@@ -13,6 +13,7 @@ import hashlib
 import logging
 import math
 import time
+import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
@@ -29,7 +30,7 @@ from atroposlib.inference.teacher_client import TeacherRefused
 from atroposlib.service_client import RejectedByService
 from atroposlib.type_definitions import Item
 from atroposlib.utils.jsonl import unencodable_fields
-from atroposlib.utils.waiting import gather_or_cancel
+from atroposlib.utils.waiting import awaited, gather_or_cancel
 from atroposlib.wire import (
     PROMPT_MASK,
     encode,
@@ -77,6 +78,8 @@ class Rollouts:
         self.state, self.connections, self.author = state, connections, author
         self.begun = 0
         """Items that were begun."""
+        self._traced: set[tuple[type[Exception], str, int | None]] = set()
+        """Errors whose traceback the log has, each with its place in the code."""
 
     async def collect_one_by_one(self, item: Item) -> tuple[Any, list[Item]]:
         """`group_size` responses to an item, each by the environment's `collect_trajectory`."""
@@ -117,10 +120,20 @@ class Rollouts:
                 raise
             except Exception as error:
                 self.state.drops.add("errors_retried" if attempt < attempts else "errors")
-                logger.exception("%s failed, attempt %d of %d", what, attempt, attempts)
+                self._log_attempt(f"{what} failed, attempt {attempt} of {attempts}", error)
                 if attempt == attempts:
                     raise RolloutFailure(f"{what}: {type(error).__name__}: {error}") from error
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _log_attempt(self, what: str, error: Exception) -> None:
+        """Log a failure: with its traceback if it is the first one of its place in the code."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = (type(error), frame.filename, frame.lineno)
+        is_new = place not in self._traced
+        self._traced.add(place)
+        where = "" if is_new else f" ({frame.filename}, line {frame.lineno}; traceback above)"
+        line = f"{what}: {type(error).__name__}: {error}{where}"
+        logger.error("%s", line, exc_info=error if is_new else None)
 
     async def roll_out(self, item: Item) -> Any:
         """Collect and postprocess one item's groups; items for the backlog are put there.
@@ -212,6 +225,8 @@ class Rollouts:
         if seconds <= 0:
             return await self.roll_out(item)
         work = asyncio.ensure_future(self.roll_out(item))
+        # A waiter that is cancelled at the end never reads the failure; asyncio would print it.
+        work.add_done_callback(lambda one: one.cancelled() or one.exception())
         started, away = time.monotonic(), self._seconds_away()
         try:
             while (
@@ -670,7 +685,7 @@ class Workers:
         limit = self.state.config.max_consecutive_failures
         if 0 < limit <= self.failures_in_a_row:
             raise EnvironmentFailure(
-                f"the last {self.failures_in_a_row} items all failed ({self.state.drops}): see the tracebacks above, "
+                f"the last {self.failures_in_a_row} items all failed ({self.state.drops}): see the errors above, "
                 "or raise --env.max_consecutive_failures"
             )
 
@@ -680,11 +695,12 @@ class Workers:
     async def item_by_counting(self, number: int) -> Item:
         """See `BaseEnv.item_at`."""
         if number < self._items_made:
-            await self.author.setup()
+            await awaited(self.author.setup(), "setup", self.author)
             self._items_made = 0
         item = None
         while self._items_made <= number:
-            if (item := await self.author.get_next_item()) is None:
+            item = await awaited(self.author.get_next_item(), "get_next_item", self.author)
+            if item is None:
                 return None
             self._items_made += 1
         return item

@@ -19,7 +19,7 @@ from atroposlib.inference.client import APIServer
 from atroposlib.inference.server_manager import ServerManager
 from atroposlib.service_client import RejectedByService
 from atroposlib.utils.jsonl import JsonLinesWriter, replace_file, unused_path
-from atroposlib.utils.waiting import Patience
+from atroposlib.utils.waiting import Patience, awaited
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Runner:
     async def serve(self) -> None:
         """See `BaseEnv.env_manager`."""
         try:
-            await self.author.setup()
+            await awaited(self.author.setup(), "setup", self.author)
             await self.author.wait_for_servers()
             await self.author.setup_wandb()
             await self.author.register_env()
@@ -414,7 +414,7 @@ class Runner:
         """See `BaseEnv.process_manager`."""
         self.state.process_mode = True
         try:
-            await self.author.setup()
+            await awaited(self.author.setup(), "setup", self.author)
             await self.author.wait_for_servers()
             self.reports.start_wandb(self.state.wandb_project, self.state.wandb_group)
             await self.make_groups()
@@ -437,7 +437,10 @@ class Runner:
                         logger.info("no more items after %d groups", groups)
                         exhausted = True
                         break
-                    running.add(asyncio.create_task(self._keeps_a_group(item)))
+                    task = asyncio.create_task(self._keeps_a_group(item))
+                    # The first failure ends the loop; asyncio would print each other one.
+                    task.add_done_callback(lambda one: one.cancelled() or one.exception())
+                    running.add(task)
                 if not running:
                     break
                 finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -450,7 +453,8 @@ class Runner:
                 logger.info("%d of %d groups (%s dropped)", groups, target, state.drops)
                 if 0 < state.config.max_consecutive_failures <= failed_in_a_row:
                     raise EnvironmentFailure(
-                        f"the last {failed_in_a_row} items gave no group ({state.drops})"
+                        f"the last {failed_in_a_row} items gave no group ({state.drops}): see the "
+                        "errors above, or raise --env.max_consecutive_failures"
                     )
         finally:
             for task in running:
@@ -470,7 +474,7 @@ class Runner:
     async def evaluate(self) -> None:
         """Evaluate once, as the `evaluate` command does."""
         try:
-            await self.author.setup()
+            await awaited(self.author.setup(), "setup", self.author)
             await self.connections.wait_for_inference()
             self.reports.start_wandb(self.state.wandb_project, self.state.wandb_group)
             await self.author.evaluate()

@@ -60,6 +60,33 @@ def test_evaluate_writes_the_result_and_readable_samples(
     }
 
 
+@pytest.mark.parametrize(
+    ("method", "rest", "line"),
+    [
+        ("setup", "(self): pass", "setup of Mine returned None at once: write `async def setup`"),
+        ("get_next_item", "(self): return 1", "get_next_item of Mine returned 1 at once"),
+        ("grade", "(self, problem, response): return 0.5", "grade of Mine returned 0.5 at once"),
+    ],
+)
+def test_a_forgotten_async_is_one_line(
+    stack: Stack, shared_inference: str, tmp_path: Path, method: str, rest: str, line: str
+) -> None:
+    stack.use_inference(shared_inference)
+    script = tmp_path / "mine_server.py"
+    script.write_text(
+        "from environments.arithmetic_server import ArithmeticEnv\n\n\n"
+        f"class Mine(ArithmeticEnv):\n    def {method}{rest}\n\n\nMine.cli()\n"
+    )
+    path = str(tmp_path / "groups.jsonl")
+    flags = ("--env.total_steps", "2", "--env.data_path_to_save_groups", path)
+    command = stack.start_environment(script, "process", *flags)
+    wait_until("the command's end", lambda: None if command.poll() is not None else "it runs", 120)
+    log = command.log_path.read_text()
+    assert command.poll() == 2
+    assert f"error: {line}" in log
+    assert "Traceback" not in log
+
+
 def test_process_writes_groups_and_says_how_to_read_them(
     stack: Stack, shared_inference: str, tmp_path: Path
 ) -> None:

@@ -279,7 +279,11 @@ def test_a_grader_that_always_fails_ends_it_and_sends_nothing(
     assert stack.next_batch() is None
     environment = stack.start_environment(FAULTY, "--env.max_consecutive_failures", "6")
     assert finished(environment) == 1
-    assert "error: the last" in log_of(environment)
+    log = log_of(environment)
+    assert "error: the last" in log
+    assert log.count("Traceback") == 1, "each attempt of each item fails in the same line"
+    assert "RuntimeError: the grader broke (" in log
+    assert "; traceback above)" in log
     assert stack.next_batch() is None
 
 

@@ -510,7 +510,6 @@ def test_a_row_that_the_task_cannot_use_is_counted(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1}', "line 1: not JSON"),
         ("a.json", b'["\xff"]', "cannot read"),
         ("a.jsonl", '{"a": 1}'.encode("utf-16"), "it is UTF-16; save it as UTF-8"),
-        ("a.csv", b"question,answer\n1,2\n", "rows of CSV are not read. Write them as JSON lines"),
         ("a.jsonl.gz", b"\x1f\x8b\x08", "unpack it with gunzip"),
         ("a.jsonl", b"PAR1", "it is Parquet; call it .parquet"),
         ("a.jsonl", b"PK\x03\x04", "a zip archive or a spreadsheet"),
