@@ -102,7 +102,7 @@ def _metavar(annotation: Any) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    for match in difflib.get_close_matches(name, known, n=1, cutoff=0.5):
+    for match in difflib.get_close_matches(name, known, n=1, cutoff=0.7):
         return f"; did you mean {match}?"
     return "; see --help"
 

@@ -360,12 +360,13 @@ SWITCHES = {
 """Options without a value, and their help."""
 
 
-def of_living_parts(run: Path) -> dict[str, str]:
+def of_living_parts(given: argparse.Namespace) -> dict[str, str]:
     """Return the options that all parts of a run share, as its last start had them.
 
     A later start of further parts must reach the parts that live. A run without living parts has
     none.
     """
+    run = given.run.expanduser().absolute()
     if not (run / OPTIONS_FILE).exists() or not Records(run).living():
         return {}
     before = last_start(run)
@@ -373,13 +374,14 @@ def of_living_parts(run: Path) -> dict[str, str]:
         "model": before.model,
         "bridge": before.bridge,
         "vllm-servers": before.servers,
-        "vllm-gpus": _listed(before.vllm_gpus) if before.vllm_gpus else "",
-        "trainer-gpus": _listed(before.trainer_gpus) if before.trainer_gpus else "",
         "service-port": before.service_port,
         "vllm-port": _listed(before.vllm_ports),
         "master-port": before.master_port,
     }
-    return {name: str(value) for name, value in shared.items() if value != ""}
+    if before.vllm_gpus and not given.cpu:
+        shared["vllm-gpus"] = _listed(before.vllm_gpus)
+        shared["trainer-gpus"] = _listed(before.trainer_gpus)
+    return {name: str(value) for name, value in shared.items()}
 
 
 def parser(shared: Mapping[str, str] = MappingProxyType({})) -> OneLineParser:
@@ -424,10 +426,7 @@ def parse(arguments: Sequence[str]) -> StackOptions:
     given = parser().parse_args(arguments)
     if given.resume:
         return resumed(given, arguments)
-    shared = of_living_parts(given.run.expanduser().absolute())
-    if given.cpu:
-        shared = {name: value for name, value in shared.items() if not name.endswith("-gpus")}
-    given = parser(shared).parse_args(arguments)
+    given = parser(of_living_parts(given)).parse_args(arguments)
     parts = chosen(given.parts, parts_of(given.vllm_servers))
     if given.bridge not in BRIDGES:
         raise LauncherError(f"--bridge {given.bridge}: give one of {', '.join(BRIDGES)}")

@@ -11,6 +11,7 @@ from example_trainer.errors import ConfigError
 
 REFUSED = {
     # names and values
+    "--learning-rate 1e-5": "unknown flag --learning-rate; see --help",
     "--trainingsteps 3": "unknown flag --trainingsteps; did you mean --training-steps?",
     "--batchsize=3": "unknown flag --batchsize; did you mean --batch-size?",
     "--zzzzzz 3": "unknown flag --zzzzzz; see --help",
