@@ -230,35 +230,23 @@ def test_packages_keep_to_their_room(package: str) -> None:
     assert violations(graph, package, NEVER[package]) == []
 
 
-def test_the_trainers_doors_open_downwards() -> None:
-    graph = import_graph(ROOT, ("example_trainer",))
-    there = {module.split(".")[1] for module in graph if "." in module}
-    assert there <= {*ROOMS, *DETACHED}
-    assert upward(graph, "example_trainer", ROOMS, DETACHED) == []
-
-
-def test_the_doors_of_what_runs_inside_vllm_open_downwards() -> None:
-    graph = import_graph(ROOT, ("vllm_patching",))
-    assert {module.split(".")[1] for module in graph if "." in module} == {*SERVER_ROOMS}
-    assert upward(graph, "vllm_patching", SERVER_ROOMS) == []
-
-
-def test_the_rollout_services_doors_open_downwards() -> None:
-    graph = import_graph(ROOT, ("atroposlib",))
-    there = {
-        module.split(".")[2]
-        for module in graph
-        if within(module, "atroposlib.service") and module.count(".") > 1
-    }
-    assert there == {*SERVICE_ROOMS}
-    assert upward(graph, "atroposlib.service", SERVICE_ROOMS) == []
-
-
-def test_the_doors_of_service_and_sdk_open_downwards() -> None:
-    graph = import_graph(ROOT, ("atroposlib",))
-    assert {module.split(".")[1] for module in graph if "." in module} == {*SDK_ROOMS}
-    # The package itself imports what lets public import paths lead to ours.
-    assert upward(graph, "atroposlib", SDK_ROOMS) == []
+@pytest.mark.parametrize(
+    ("package", "rooms", "detached"),
+    [
+        ("example_trainer", ROOMS, DETACHED),
+        ("vllm_patching", SERVER_ROOMS, ()),
+        ("atroposlib.service", SERVICE_ROOMS, ()),
+        ("atroposlib", SDK_ROOMS, ()),
+    ],
+)
+def test_the_doors_of_a_package_open_downwards(
+    package: str, rooms: tuple[str, ...], detached: tuple[str, ...]
+) -> None:
+    graph = import_graph(ROOT, (package.split(".")[0],))
+    depth = package.count(".") + 1
+    inside = [module.split(".") for module in graph if within(module, package)]
+    assert {names[depth] for names in inside if len(names) > depth} == {*rooms, *detached}
+    assert upward(graph, package, rooms, detached) == []
 
 
 def test_what_runs_an_environment_is_behind_its_public_modules() -> None:

@@ -176,14 +176,16 @@ def test_what_the_page_notes_waits_and_its_files_stay_whole(
     assert all("make room there" in line for line in complaints)
 
 
-class Waited:
-    """Waits until the recorder has announced a group."""
+class WatchedRecorder(RolloutRecorder):
+    """Notes that it has announced a group, and that it has left one out."""
 
-    def __init__(self) -> None:
-        self.told = threading.Event()
+    def __init__(self, folder: Path) -> None:
+        self.told, self.warned = threading.Event(), threading.Event()
+        super().__init__(folder, on_kept=lambda *_: self.told.set())
 
-    def __call__(self, newest: int, groups: int) -> None:
-        self.told.set()
+    def _warn(self, text: str) -> None:
+        super()._warn(text)
+        self.warned.set()
 
 
 def test_the_archive_of_rollouts_leaves_out_what_the_disk_refuses_and_goes_on(
@@ -192,29 +194,20 @@ def test_the_archive_of_rollouts_leaves_out_what_the_disk_refuses_and_goes_on(
     """Its thread writes while the limit on files holds for the whole process, so the disk is one
     that SQLite calls full.
     """
-    waited = Waited()
-    recorder = RolloutRecorder(tmp_path / "observed", on_kept=waited)
-    left_out = threading.Event()
-    warn = recorder._warn
-
-    def heard(text: str) -> None:
-        warn(text)
-        left_out.set()
-
-    recorder._warn = heard  # type: ignore[method-assign]
+    recorder = WatchedRecorder(tmp_path / "observed")
     recorder.posted([(1, "sums", body((1.0, 2)))])
-    assert waited.told.wait(60)
+    assert recorder.told.wait(60)
     archive = recorder._archive
     assert archive is not None
     (pages,) = archive._connection.execute("PRAGMA page_count").fetchone()
     archive._connection.execute(f"PRAGMA max_page_count = {pages}")
     large = body(*((1.0, 3000) for _ in range(8)))
-    waited.told.clear()
+    recorder.told.clear()
     recorder.posted([(2, "sums", large)])
-    assert left_out.wait(60)
+    assert recorder.warned.wait(60)
     archive._connection.execute("PRAGMA max_page_count = 1000000")
     recorder.posted([(3, "sums", body((0.0, 2)))])
-    assert waited.told.wait(60)
+    assert recorder.told.wait(60)
     recorder.close()
     assert recorder.stats() == {"recorded": 2, "left_out": 1}
     assert "is the disk full?" in caplog.text
@@ -226,21 +219,12 @@ def test_an_archive_that_cannot_begin_begins_when_there_is_space(
 ) -> None:
     with small_disk(tmp_path, 4) as disk:
         other = fill(disk)
-        waited = Waited()
-        recorder = RolloutRecorder(disk / "observed", on_kept=waited)
-        left_out = threading.Event()
-        warn = recorder._warn
-
-        def heard(text: str) -> None:
-            warn(text)
-            left_out.set()
-
-        recorder._warn = heard  # type: ignore[method-assign]
+        recorder = WatchedRecorder(disk / "observed")
         recorder.posted([(1, "sums", body((1.0, 2)))])
-        assert left_out.wait(60)
+        assert recorder.warned.wait(60)
         other.unlink()
         recorder.posted([(2, "sums", body((1.0, 2)))])
-        assert waited.told.wait(60)
+        assert recorder.told.wait(60)
         recorder.close()
         assert recorder.stats() == {"recorded": 1, "left_out": 1}
     (line,) = caplog.messages

@@ -21,12 +21,13 @@ from example_trainer import grpo
 from example_trainer.batch.client import RolloutClient
 from example_trainer.batch.packing import PackedBin
 from example_trainer.command_line import parse_config
+from example_trainer.launcher import roles
 from example_trainer.process import StopSignal
 from example_trainer.training import checkpoints as checkpointing
 from example_trainer.training import step, trainer
 from example_trainer.training.runs import SavedStep, steps_in
 from example_trainer.weight_bridge.base import NoBridge
-from tests.example_trainer.test_grpo import made_up_group
+from tests.example_trainer.test_grpo import made_up_group, small_flags
 
 STEPS = 4
 
@@ -81,36 +82,11 @@ class Trainers:
         Returns whether it came to its end.
         """
         self.point, self.passes = point, passes
-        words = [
-            "--model-name",
-            str(self.model),
-            "--atropos-url",
-            self.url,
-            "--training-steps",
-            str(STEPS),
-            "--lr",
-            "1e-2",
-        ]
-        words += [
-            "--batch-size",
-            "4",
-            "--gradient-accumulation-steps",
-            "1",
-            "--seq-len",
-            "64",
-            "--num-threads",
-            "1",
-        ]
-        words += [
-            "--save-path",
-            str(self.folder / "checkpoints"),
-            "--log-dir",
-            str(self.folder / "logs"),
-        ]
-        words += ["--batch-timeout", "20", "--service-timeout", "10", "--device", "cpu"]
-        words += ["--vllm-restart-interval", "0", *options]
+        words = small_flags(self.model, self.url, self.folder, training_steps=STEPS)
+        words += roles.flags(batch_size=4, gradient_accumulation_steps=1, device="cpu")
+        words += roles.flags(batch_timeout=20, service_timeout=10)
         try:
-            grpo.train(parse_config(words), StopSignal())
+            grpo.train(parse_config([*words, *options]), StopSignal())
         except Killed:
             return False
         return True

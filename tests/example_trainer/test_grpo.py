@@ -8,6 +8,7 @@ import json
 import random
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import Qwen3ForCausalLM
 
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.launcher import roles
-from tests.conftest import Processes
+from tests.conftest import ROOT, Processes
 from tests.example_trainer.models.transformers_cases import checkpoint
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
@@ -49,6 +50,21 @@ def made_up_group(number: int) -> dict[str, Any]:
     }
 
 
+def small_flags(model: Path, service: str, folder: Path, **others: roles.Value) -> list[str]:
+    """Return the flags of a trainer of a small model, without an inference server."""
+    values: dict[str, roles.Value] = {
+        "model_name": model,
+        "atropos_url": service,
+        "lr": 1e-2,
+        "seq_len": 64,
+        "num_threads": 1,
+        "save_path": folder / "checkpoints",
+        "log_dir": folder / "logs",
+        "vllm_restart_interval": 0,
+    }
+    return roles.flags(**values | others)
+
+
 class Run:
     """One rollout service and one trainer."""
 
@@ -64,21 +80,27 @@ class Run:
             ).raise_for_status()
 
     def trainer(self, *options: str) -> ManagedProcess:
-        settings: dict[str, roles.Value] = {
-            "training_steps": STEPS,
-            "lr": 1e-2,
-            "lr_schedule": "linear",
-            "batch_size": 3,
-            "gradient_accumulation_steps": 1,
-            "seq_len": 64,
-            "num_threads": 1,
-            "save_path": self.folder / "checkpoints",
-            "log_dir": self.folder / "logs",
-            "vllm_restart_interval": 0,
-        }
-        words = roles.trainer(self.model, None, self.url, settings)
-        command = [*roles.anywhere(words), *options]
-        return self.processes.start("trainer", command, directory=self.folder)
+        command = [sys.executable, "-u", str(ROOT / "example_trainer" / "grpo.py")]
+        command += small_flags(self.model, self.url, self.folder, training_steps=STEPS)
+        command += roles.flags(lr_schedule="linear", batch_size=3, gradient_accumulation_steps=1)
+        return self.processes.start("trainer", [*command, *options], directory=self.folder)
+
+    def train(self, *options: str) -> str:
+        """Train to the end; returns what the trainer wrote."""
+        return self.processes.finish(self.trainer(*options), seconds=120)
+
+    def kill_after_two_steps(self, *options: str) -> None:
+        """Kill a trainer that has saved its second step, and post what the later steps take."""
+        self.post(0, 1)
+        trainer = self.trainer(*options, "--checkpoint-interval", "1")
+        saved = f"Saved checkpoint {self.folder / 'checkpoints' / 'step_2'}"
+        self.processes.wait_for_text(trainer, saved, seconds=120)
+        self.processes.kill(trainer)
+        self.post(2, 3, 4)
+
+    def final(self, file: str) -> dict[str, torch.Tensor]:
+        """The tensors of a file of the last checkpoint."""
+        return load_file(self.folder / "checkpoints" / f"step_{STEPS}" / file)
 
     def failed(self, trainer: ManagedProcess) -> list[str]:
         """Wait for the trainer to end with status 1; returns the lines that it wrote."""
@@ -110,49 +132,50 @@ class Run:
         ]
 
 
+MakeRun = Callable[..., Run]
+
+
 @pytest.fixture
 def make_run(
     processes: Processes, free_port: Callable[[], int], model: Path, tmp_path: Path
-) -> Callable[[str], Run]:
-    def make(name: str) -> Run:
+) -> MakeRun:
+    def make(name: str, start: Path = model) -> Run:
         (tmp_path / name).mkdir()
-        return Run(processes, free_port(), model, tmp_path / name)
+        return Run(processes, free_port(), start, tmp_path / name)
 
     return make
+
+
+def assert_alike(one: Run, other: Run) -> None:
+    """Compare the weights and the optimizer's state of the last checkpoints, bit for bit."""
+    for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
+        mine, theirs = one.final(file), other.final(file)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine), file
 
 
 BATCH = ["--batch-size", "4"]
 
 
-def test_stopping_and_resuming_gives_the_weights_of_one_run(make_run: Callable[[str], Run]) -> None:
+def test_stopping_and_resuming_gives_the_weights_of_one_run(make_run: MakeRun) -> None:
     whole = make_run("whole")
     whole.post(*range(STEPS))
-    text = whole.processes.finish(whole.trainer(*BATCH), seconds=120)
+    text = whole.train(*BATCH)
     assert f"Step 1/{STEPS}  reward 0.500" in text
     assert f"Step {STEPS}/{STEPS} " in text
     assert "ERROR" not in text
 
     parts = make_run("parts")
-    parts.post(0, 1)
-    trainer = parts.trainer(*BATCH, "--checkpoint-interval", "1")
-    parts.processes.wait_for_text(
-        trainer, "Saved checkpoint " + str(parts.folder / "checkpoints" / "step_2"), seconds=120
-    )
-    parts.processes.kill(trainer)
-    parts.post(2, 3, 4)
-    text = parts.processes.finish(parts.trainer(*BATCH, "--resume", "auto"), seconds=120)
+    parts.kill_after_two_steps(*BATCH)
+    text = parts.train(*BATCH, "--resume", "auto")
     assert "Resuming from" in text
     assert f"Step 3/{STEPS} " in text
     assert f"Step 2/{STEPS} " not in text
 
-    for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
-        one, two = (
-            load_file(run.folder / "checkpoints" / f"step_{STEPS}" / file) for run in (whole, parts)
-        )
-        assert one.keys() == two.keys()
-        assert all(torch.equal(one[name], two[name]) for name in one), file
+    assert_alike(whole, parts)
     start = load_file(whole.model / "model.safetensors")
-    assert not torch.equal(start["model.norm.weight"], load_file(whole.folder / "checkpoints" / f"step_{STEPS}" / "model.safetensors")["model.norm.weight"])  # fmt: skip # noqa: E501
+    norm = "model.norm.weight"
+    assert not torch.equal(start[norm], whole.final("model.safetensors")[norm])
 
     for row, other in zip(whole.rows(), parts.rows(), strict=True):
         same = set(row) - {*TIMED, "queue_size"}
@@ -165,71 +188,43 @@ def test_stopping_and_resuming_gives_the_weights_of_one_run(make_run: Callable[[
     Qwen3ForCausalLM.from_pretrained(final)
 
 
-def test_a_model_of_transformers_is_trained_and_resumed_alike(
-    processes: Processes, free_port: Callable[[], int], tmp_path: Path
-) -> None:
-    runs = []
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-        runs.append(Run(processes, free_port(), checkpoint("Qwen3Next"), tmp_path / name))
-    whole, parts = runs
+def test_a_model_of_transformers_is_trained_and_resumed_alike(make_run: MakeRun) -> None:
+    whole, parts = (make_run(name, checkpoint("Qwen3Next")) for name in ("whole", "parts"))
     options = [*BATCH, "--kl-coef", "0.1"]
     whole.post(*range(STEPS))
-    text = whole.processes.finish(whole.trainer(*options), seconds=120)
+    text = whole.train(*options)
     assert "model: tier 2, transformers' Qwen3NextForCausalLM, not exact" in text
     assert "model: sequences are forwarded one per row" in text
     assert f"Step {STEPS}/{STEPS} " in text
-
-    parts.post(0, 1)
-    trainer = parts.trainer(*options, "--checkpoint-interval", "1")
-    saved = f"Saved checkpoint {parts.folder}/checkpoints/step_2"
-    parts.processes.wait_for_text(trainer, saved, seconds=120)
-    parts.processes.kill(trainer)
-    parts.post(2, 3, 4)
-    parts.processes.finish(parts.trainer(*options, "--resume", "auto"), seconds=120)
-    for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
-        one, two = (load_file(run.folder / f"checkpoints/step_{STEPS}" / file) for run in runs)
-        assert one.keys() == two.keys()
-        assert all(torch.equal(one[key], two[key]) for key in one), file
+    parts.kill_after_two_steps(*options)
+    parts.train(*options, "--resume", "auto")
+    assert_alike(whole, parts)
 
 
 def test_8_bit_moments_resume_bit_for_bit_offloaded_or_not(
-    processes: Processes, free_port: Callable[[], int], wide_model: Path, tmp_path: Path
+    make_run: MakeRun, wide_model: Path
 ) -> None:
     """A run that was killed and went on with its state in host memory has the weights and the state
     of a whole one.
     """
-    runs, small = [], [*BATCH, "--optimizer", "adamw-8bit"]
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-        runs.append(Run(processes, free_port(), wide_model, tmp_path / name))
-    whole, parts = runs
+    whole, parts = (make_run(name, wide_model) for name in ("whole", "parts"))
+    small = [*BATCH, "--optimizer", "adamw-8bit"]
     whole.post(*range(STEPS))
-    text = whole.processes.finish(whole.trainer(*small), seconds=120)
+    text = whole.train(*small)
     assert "Memory plan: adamw-8bit, masters and moments on cpu, layers kept; " in text
-    parts.post(0, 1)
-    trainer = parts.trainer(*small, "--checkpoint-interval", "1")
-    parts.processes.wait_for_text(
-        trainer, "Saved checkpoint " + str(parts.folder / "checkpoints" / "step_2"), seconds=120
-    )
-    parts.processes.kill(trainer)
-    parts.post(2, 3, 4)
-    text = parts.processes.finish(
-        parts.trainer(*small, "--optimizer-offload", "--resume", "auto"), seconds=120
-    )
+    parts.kill_after_two_steps(*small)
+    text = parts.train(*small, "--optimizer-offload", "--resume", "auto")
     assert "Memory plan: adamw-8bit, masters and moments in host memory, layers kept; " in text
     assert "converted" not in text
-    for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
-        one, two = (
-            load_file(run.folder / "checkpoints" / f"step_{STEPS}" / file) for run in (whole, parts)
-        )
-        assert one.keys() == two.keys()
-        assert all(torch.equal(one[name], two[name]) for name in one), file
-    assert one["exp_avg_codes.model.embed_tokens.weight"].dtype == torch.uint8
-    assert one["exp_avg_codes.model.embed_tokens.weight"].unique().numel() > 50
+    assert_alike(whole, parts)
+    codes = whole.final("trainer_state/optimizer.safetensors")[
+        "exp_avg_codes.model.embed_tokens.weight"
+    ]
+    assert codes.dtype == torch.uint8
+    assert codes.unique().numel() > 50
 
 
-def test_sigterm_saves_what_was_learned_and_ends(make_run: Callable[[str], Run]) -> None:
+def test_sigterm_saves_what_was_learned_and_ends(make_run: MakeRun) -> None:
     run = make_run("run")
     run.post(0, 1)
     trainer = run.trainer(*BATCH, "--checkpoint-interval", "0")
@@ -267,7 +262,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again_unasked(
 
 
 def test_a_service_that_stays_away_ends_the_trainer_with_one_line(
-    make_run: Callable[[str], Run],
+    make_run: MakeRun,
 ) -> None:
     run = make_run("run")
     run.post(0)
@@ -283,7 +278,7 @@ def test_a_service_that_stays_away_ends_the_trainer_with_one_line(
 
 
 def test_groups_that_cannot_be_trained_on_end_the_trainer_with_one_line(
-    make_run: Callable[[str], Run],
+    make_run: MakeRun,
 ) -> None:
     run = make_run("run")
     group = made_up_group(0)
@@ -301,7 +296,7 @@ def test_groups_that_cannot_be_trained_on_end_the_trainer_with_one_line(
 
 
 def test_a_model_that_is_not_there_ends_the_trainer_with_one_line(
-    make_run: Callable[[str], Run],
+    make_run: MakeRun,
 ) -> None:
     run = make_run("run")
     trainer = run.trainer("--model-name", "/nowhere/model")

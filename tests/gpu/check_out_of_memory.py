@@ -28,7 +28,7 @@ from example_trainer.batch.groups import parse_batch
 from example_trainer.batch.packing import PackedBin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import OutOfMemoryError, RankError
-from example_trainer.models import Decoder, Geometry
+from example_trainer.models import Decoder
 from example_trainer.models.decoder import Layer
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
@@ -36,24 +36,13 @@ from example_trainer.process import StopSignal
 from example_trainer.training import step as guarded
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.step import guarded_step, make_objective
+from tests.geometries import geometry_of
 
 Result = tuple[bool, str]
 """The verdict of a check, and its observation."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-GEOMETRY = Geometry(
-    architecture="Qwen3ForCausalLM",
-    vocab_size=4096,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    max_positions=65536,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    qk_norm=True,
-    tie_word_embeddings=True,
+GEOMETRY = geometry_of(
+    "Qwen3", 4, 512, 1536, 8, 4, 64, 4096, max_position_embeddings=65536, tie_word_embeddings=True
 )
 CONFIG = TrainerConfig(model_name="-", seq_len=65536, batch_size=8)
 ROOM = 3 << 30

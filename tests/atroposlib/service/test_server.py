@@ -180,13 +180,6 @@ def test_mis_sized_groups_and_lists(service: Service) -> None:
 
 
 # ---- what the wire was weak at ----
-def test_batches_are_oldest_first(service: Service) -> None:
-    service.begin(batch_size=4)
-    for mark in range(6):
-        service.post("/scored_data", group(mark=mark, env_id=0))
-    assert [marks(service.get("/batch")["batch"]) for _ in range(6)] == [
-        [mark] for mark in range(6)
-    ]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -273,21 +266,6 @@ def test_status_of_an_unknown_environment_says_so(service: Service) -> None:
     assert answer.status_code == 404
     assert "POST /register-env" in answer.json()["detail"]
     assert service.post("/disconnect-env", {"env_id": 5})["status"] == "failure"
-
-
-def test_a_batch_of_a_trainer_that_dies_is_not_gone(service: Service) -> None:
-    service.begin(batch_size=4)
-    service.post("/scored_data", group(mark=1))
-    service.post("/scored_data", group(mark=2))
-    first = service.get("/batch")
-    service.post("/register", trainer(batch_size=4))
-    again = service.get("/batch")
-    assert (marks(again["batch"]), again["batch_id"]) == ([1], first["batch_id"])
-    assert (
-        service.post("/batch/ack", {"batch_id": again["batch_id"], "weight_version": 1})["groups"]
-        == 1
-    )
-    assert marks(service.get("/batch")["batch"]) == [2]
 
 
 def test_acks(service: Service) -> None:
@@ -399,15 +377,6 @@ def test_versions_that_go_back_are_told_apart_by_their_epochs(service: Service) 
 def test_a_body_that_holds_no_groups_may_not_be_large(service: Service) -> None:
     answer = service.http.post("/register", json=trainer(padding="x" * (1 << 20)))
     assert answer.status_code == 413
-
-
-def test_a_retried_post_is_counted_once(service: Service) -> None:
-    service.begin(batch_size=4)
-    for _ in range(3):
-        assert service.post("/scored_data", group(mark=1, idempotency_key="k")) == {
-            "status": "received"
-        }
-    assert service.get("/status")["queue_size"] == 1
 
 
 def test_stale_groups_are_not_handed_out_and_are_counted(service: Service) -> None:

@@ -75,9 +75,7 @@ def main(stop: StopSignal) -> None:
         reader = BatchReader(
             config, 1000, tokens_per_bin=4096, data_ranks=2 if sys.argv[1] == "own" else 1
         )
-        batches = Batches(
-            cast(RolloutClient, client), ranks, reader, torch.device("cpu"), last_version=100, ahead=sys.argv[2] == "ahead"
-        )  # fmt: skip
+        batches = batches_of(client, ranks, reader, ahead=sys.argv[2] == "ahead")
         upkept: list[int] = []
 
         def work() -> None:
@@ -120,6 +118,14 @@ def main(stop: StopSignal) -> None:
         one_leaves(ranks, reader)
 
 
+def batches_of(
+    client: Client | None, ranks: Ranks, reader: BatchReader, ahead: bool = True
+) -> Batches:
+    """The batches of a rank; the first rank has the client."""
+    service = cast(RolloutClient, client)
+    return Batches(service, ranks, reader, torch.device("cpu"), last_version=100, ahead=ahead)
+
+
 def no_room(ranks: Ranks, reader: BatchReader) -> None:
     """One rank has none for a batch: all ranks learn it, and go on with the next.
 
@@ -128,14 +134,7 @@ def no_room(ranks: Ranks, reader: BatchReader) -> None:
     client = Client() if ranks.is_main else None
     if client is not None:
         client.later.set()
-    batches = Batches(
-        cast(RolloutClient, client),
-        ranks,
-        reader,
-        torch.device("cpu"),
-        last_version=100,
-        ahead=True,
-    )
+    batches = batches_of(client, ranks, reader)
     copies = batches._copies
     hand_over = copies.handed_over
 
@@ -157,14 +156,7 @@ def no_room(ranks: Ranks, reader: BatchReader) -> None:
 def one_leaves(ranks: Ranks, reader: BatchReader) -> None:
     """For rank 1 the run is over while rank 0 still waits for a batch, which then comes."""
     client = Client() if ranks.is_main else None
-    batches = Batches(
-        cast(RolloutClient, client),
-        ranks,
-        reader,
-        torch.device("cpu"),
-        last_version=100,
-        ahead=True,
-    )
+    batches = batches_of(client, ranks, reader)
     batches.begin(0)
     if client is None:
         close(batches)

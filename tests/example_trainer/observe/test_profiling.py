@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.gpu.shapes import SHAPES
 from example_trainer.batch.reader import BatchFigures
 from example_trainer.errors import ConfigError
 from example_trainer.observe.perf import (
@@ -128,11 +129,7 @@ def test_a_gpus_memory_is_written_at_the_end_and_whenever_it_runs_out(
     assert recording == ["all", None]
 
 
-QWEN3_1_7B = Geometry(
-    architecture="Qwen3ForCausalLM", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_layers=28, num_heads=16,
-    num_kv_heads=8, head_dim=128, max_positions=40_960, rms_norm_eps=1e-6, rope_theta=1e6, qk_norm=True,
-    tie_word_embeddings=True,
-)  # fmt: skip
+QWEN3_1_7B = Geometry.from_config(SHAPES["qwen3-1.7b"])
 
 
 SMALL = {

@@ -24,10 +24,12 @@ from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import Run, SavedStep
 
 RUN = Run("a", "model", (TrainerSession(1000, 0),))
-GEOMETRY = Geometry(
-    architecture="LlamaForCausalLM", vocab_size=64, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=4,
-    num_kv_heads=2, head_dim=128, max_positions=32, rms_norm_eps=1e-6, rope_theta=1e4,
-)  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
+    "max_position_embeddings": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "dtype": "bfloat16",
+}  # fmt: skip
+GEOMETRY = Geometry.from_config(CONFIG)
 QUANTISED = 6
 """Matrices of GEOMETRY whose rows are whole blocks on each of two ranks: all of them."""
 SAVED, STEPS = 2, 4

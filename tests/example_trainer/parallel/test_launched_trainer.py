@@ -20,7 +20,7 @@ from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.models import load_model
 from studies.starter_model import mixture
 from tests.conftest import ROOT, Processes
-from tests.example_trainer.test_grpo import Run
+from tests.example_trainer.test_grpo import Run, small_flags
 from tests.http_server import HttpServer
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
@@ -34,34 +34,15 @@ class LaunchedRun(Run):
     """One rollout service, and a trainer that is started by its path alone."""
 
     def launched(self, *options: str) -> ManagedProcess:
-        command = [
-            sys.executable,
-            "-u",
-            str(ROOT / "example_trainer" / "grpo.py"),
-            "--model-name",
-            str(self.model),
-        ]
-        command += [
-            "--atropos-url",
-            self.url,
-            "--training-steps",
-            str(STEPS),
-            "--lr",
-            "1e-2",
-            "--seq-len",
-            "64",
-        ]
-        command += [
-            "--num-threads",
-            "1",
-            "--save-path",
-            str(self.folder / "checkpoints"),
-            *SIZES,
-            *options,
-        ]
-        command += ["--log-dir", str(self.folder / "figures")]
+        command = [sys.executable, "-u", str(ROOT / "example_trainer" / "grpo.py")]
+        own = {"log_dir": self.folder / "figures", "vllm_restart_interval": None}
+        command += small_flags(self.model, self.url, self.folder, training_steps=STEPS, **own)
         return self.processes.start(
-            "trainer", command, directory=self.folder, grace=60, may_finish=True
+            "trainer",
+            [*command, *SIZES, *options],
+            directory=self.folder,
+            grace=60,
+            may_finish=True,
         )
 
 

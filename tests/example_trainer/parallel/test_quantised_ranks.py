@@ -17,6 +17,7 @@ from example_trainer.training.checkpoints import Checkpoints, load_state
 from example_trainer.training.runs import SavedStep
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.parallel.quantised_worker import (
+    CONFIG,
     GEOMETRY,
     QUANTISED,
     RUN,
@@ -27,12 +28,6 @@ from tests.example_trainer.parallel.quantised_worker import (
 )
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 256, "intermediate_size": 512,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
-    "max_position_embeddings": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "dtype": "bfloat16",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
-from tests.example_trainer.test_grpo import Run
+from tests.example_trainer.test_grpo import Run, small_flags
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
@@ -48,24 +48,7 @@ class ParallelRun(Run):
         launcher: Sequence[str] = ("tests.forked_ranks",),
     ) -> ManagedProcess:
         command = [sys.executable, "-m", *launcher, *script]
-        command += ["--model-name", str(self.model), "--lr", "1e-2"]
-        command += [
-            "--atropos-url",
-            self.url,
-            "--seq-len",
-            "64",
-            "--num-threads",
-            "1",
-            "--lr-schedule",
-            "linear",
-        ]
-        command += [
-            "--save-path",
-            str(self.folder / "checkpoints"),
-            "--log-dir",
-            str(self.folder / "logs"),
-        ]
-        command += ["--vllm-restart-interval", "0"]
+        command += small_flags(self.model, self.url, self.folder, lr_schedule="linear")
         return self.processes.start(
             "trainer of two ranks",
             [*command, *OPTIONS, *options],
@@ -130,13 +113,11 @@ def test_a_killed_rank_ends_the_others_and_one_process_goes_on(
     assert "Step 3/" not in text
     run.processes.stop(trainer)
     run.post(2, 3)
-    assert "Resuming from" in run.processes.finish(
-        run.trainer(*OPTIONS, "--resume", "auto"), seconds=120
-    )
+    assert "Resuming from" in run.train(*OPTIONS, "--resume", "auto")
 
     whole = make_run("whole")
     whole.post(*range(STEPS))
-    whole.processes.finish(whole.trainer(*OPTIONS), seconds=120)
+    whole.train(*OPTIONS)
     for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
         one, two = (load_file(which.file(STEPS, file)) for which in (whole, run))
         assert one.keys() == two.keys()
@@ -242,7 +223,7 @@ def test_ranks_that_all_run_out_of_memory_keep_what_was_learned_and_go_on_behind
     assert "Skipping a batch (1 of 3 in a row, --max-skipped-batches)" in text
     assert run.saved() == ["step_2"]
     run.processes.stop(trainer)
-    text = run.processes.finish(run.trainer(*OPTIONS, "--resume", "auto"), seconds=120)
+    text = run.train(*OPTIONS, "--resume", "auto")
     assert f"Step 3/{STEPS} " in text
     assert httpx.get(f"{run.url}/status", timeout=30).json()["queue_size"] == 0, (
         "five batches for four steps"
@@ -269,7 +250,7 @@ def test_ranks_that_run_out_behind_the_first_update_of_a_batch_keep_that(
     assert "Skipping a batch" not in text
     assert run.saved() == ["step_2"]
     run.processes.stop(trainer)
-    text = run.processes.finish(run.trainer(*OPTIONS, "--resume", "auto"), seconds=120)
+    text = run.train(*OPTIONS, "--resume", "auto")
     assert f"Step 3/{STEPS} " in text
     assert httpx.get(f"{run.url}/status", timeout=30).json()["queue_size"] == 0, (
         "four batches for four steps"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from example_trainer.training.memory_plan import MemoryRequest
+from tests.example_trainer.training.model_configs import MODEL_CONFIGS
 from vllm_patching.weights.families import Geometry
 
 
@@ -19,11 +20,12 @@ def geometry(**changes: object) -> Geometry:
 
 def qwen_14b() -> Geometry:
     """Qwen2.5-14B's sizes."""
-    return geometry(
-        architecture="Qwen2ForCausalLM", vocab_size=152064, hidden_size=5120, intermediate_size=13824, num_layers=48,
-        num_heads=40, num_kv_heads=8, head_dim=128, max_positions=32768, qk_norm=False, qkv_bias=True,
-        tie_word_embeddings=False,
-    )  # fmt: skip
+    return Geometry.from_config(MODEL_CONFIGS["Qwen/Qwen2.5-14B-Instruct"])
+
+
+def qwen_7b() -> Geometry:
+    """Qwen2.5-7B's sizes."""
+    return Geometry.from_config(MODEL_CONFIGS["Qwen/Qwen2.5-7B-Instruct"])
 
 
 def request(**changes: object) -> MemoryRequest:
@@ -34,12 +36,3 @@ def request(**changes: object) -> MemoryRequest:
         "seq_len": 256,
     }
     return MemoryRequest(**(values | changes))  # type: ignore[arg-type]
-
-
-def qwen_7b() -> Geometry:
-    """Qwen2.5-7B's sizes."""
-    return geometry(
-        architecture="Qwen2ForCausalLM", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28,
-        num_heads=28, num_kv_heads=4, head_dim=128, max_positions=32768, qk_norm=False, qkv_bias=True,
-        tie_word_embeddings=False,
-    )  # fmt: skip

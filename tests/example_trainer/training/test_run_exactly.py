@@ -34,6 +34,7 @@ from example_trainer.training import checkpoints as checkpointing
 from example_trainer.weight_bridge.base import NoBridge
 from tests.conftest import Processes
 from tests.example_trainer.in_process import Killed
+from tests.example_trainer.test_grpo import small_flags
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -182,47 +183,12 @@ class Run:
         Returns whether it came to its end.
         """
         self.point, self.passes = point, passes
-        words = [
-            "--model-name",
-            str(self.model),
-            "--atropos-url",
-            self.url,
-            "--training-steps",
-            str(STEPS),
-            "--lr",
-            "1e-2",
-        ]
-        words += [
-            "--batch-size",
-            str(GROUP * GROUPS),
-            "--gradient-accumulation-steps",
-            "1",
-            "--seq-len",
-            "64",
-        ]
-        words += [
-            "--save-path",
-            str(self.folder / "checkpoints"),
-            "--log-dir",
-            str(self.folder / "logs"),
-            "--num-threads",
-            "1",
-        ]
-        words += [
-            "--batch-timeout",
-            "60",
-            "--service-timeout",
-            "30",
-            "--device",
-            "cpu",
-            "--max-staleness",
-            "0",
-            "--vllm-restart-interval",
-            "0",
-        ]
-        words += ["--checkpoint-interval", str(interval), *options]
+        words = small_flags(self.model, self.url, self.folder, training_steps=STEPS)
+        words += roles.flags(batch_size=GROUP * GROUPS, gradient_accumulation_steps=1)
+        words += roles.flags(max_staleness=0, checkpoint_interval=interval)
+        words += roles.flags(batch_timeout=60, service_timeout=30, device="cpu")
         try:
-            grpo.train(parse_config(words), StopSignal())
+            grpo.train(parse_config([*words, *options]), StopSignal())
         except Killed:
             return False
         return True

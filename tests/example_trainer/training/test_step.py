@@ -24,23 +24,7 @@ from example_trainer.training.step import BatchGradients, guarded_step, make_obj
 from tests.example_trainer.parallel.spread_cases import comparable
 from tests.geometries import geometry_of
 
-GEOMETRY = Geometry(
-    architecture="Qwen3ForCausalLM",
-    vocab_size=31,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    qk_norm=True,
-    tie_word_embeddings=True,
-)
-
-
+GEOMETRY = geometry_of("Qwen3", 2, 24, 40, 4, 2, 8, 31, tie_word_embeddings=True)
 MIXTURE = geometry_of(
     "Qwen3Moe",
     2,

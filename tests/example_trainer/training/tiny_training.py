@@ -12,19 +12,6 @@ import torch
 from example_trainer.models import Decoder, Geometry, load_model, save_model
 from example_trainer.training.optimizer import MasterAdamW
 
-GEOMETRY = Geometry(
-    architecture="LlamaForCausalLM",
-    vocab_size=11,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    max_positions=16,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-)
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 11,
@@ -43,7 +30,7 @@ CONFIG = {
 def make_start(folder: Path) -> Path:
     """A checkpoint to begin with."""
     torch.manual_seed(0)
-    model = Decoder(GEOMETRY, torch.bfloat16)
+    model = Decoder(Geometry.from_config(CONFIG), torch.bfloat16)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape))
     save_model(model, folder)

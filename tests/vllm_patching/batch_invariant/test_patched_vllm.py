@@ -119,21 +119,12 @@ print("REPLACED", len(names))
 """
 
 
-def test_a_process_enters_vllms_mode_with_our_functions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [ENTERING, PATCHES], ids=["enters its mode", "is patched"])
+def test_vllm_calls_our_functions(program: str, tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
-        entering = start_unguarded(
-            [sys.executable, "-c", ENTERING], log.fileno(), os.environ, ROOT, "vllm"
-        )
-    status, said = entering.wait(120), (tmp_path / "log").read_text()
-    assert (status, "REPLACED 8" in said) == (0, True), said[-2000:]
-
-
-def test_vllm_calls_our_functions_after_patching(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("wb") as log:
-        patching = start_unguarded(
-            [sys.executable, "-c", PATCHES], log.fileno(), os.environ, ROOT, "vllm"
-        )
-    status, said = patching.wait(120), (tmp_path / "log").read_text()
+        command = [sys.executable, "-c", program]
+        started = start_unguarded(command, log.fileno(), os.environ, ROOT, "vllm")
+    status, said = started.wait(120), (tmp_path / "log").read_text()
     assert (status, "REPLACED 8" in said) == (0, True), said[-2000:]
 
 

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.vllm_patching.server.bridge_world import CLOCKED, POINTS, TIMEOUT, Trainer, World
+from tests.vllm_patching.server.bridge_world import POINTS, TIMEOUT, Trainer, World
 from tests.vllm_patching.server.fake_engine import Fault
-from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
+from tests.vllm_patching.server.virtual_time import VirtualLoop
 from vllm_patching.protocol.messages import OCCUPIED, BridgeRefusal
 from vllm_patching.server.state import Phase
 
 KINDS = ("single_copy", "follows", "direct", "overlapped")
-
-
-@pytest.fixture
-def loop() -> Iterator[VirtualLoop]:
-    with virtual_time(*CLOCKED) as made:
-        yield made
-
-
-@pytest.fixture
-def world(loop: VirtualLoop, tmp_path: Path) -> World:
-    return World(loop, tmp_path, ranks=2)
 
 
 def served_once(world: World, kind: str) -> Trainer:
@@ -90,10 +78,7 @@ def test_a_trainer_that_joins_in_an_update_may_join_after_it(world: World, kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_derived_tensors_are_computed_before_the_engine_goes_on(
-    loop: VirtualLoop, tmp_path: Path, kind: str
-) -> None:
-    world = World(loop, tmp_path, ranks=2)
+def test_derived_tensors_are_computed_before_the_engine_goes_on(world: World, kind: str) -> None:
     world.server._recomputes = True
     served_once(world, kind)
     for rank in world.core.ranks:

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from tests.vllm_patching.server.bridge_world import CLOCKED, TIMEOUT, Trainer, World
+from tests.vllm_patching.server.bridge_world import TIMEOUT, Trainer, World
 from tests.vllm_patching.server.fake_engine import Fault
-from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
 from vllm_patching.protocol.messages import BridgeRefusal, CohortBody
 from vllm_patching.server.access import Door
 from vllm_patching.server.routes import LockstepService, attach
 from vllm_patching.server.state import Phase
-
-
-@pytest.fixture
-def loop() -> Iterator[VirtualLoop]:
-    with virtual_time(*CLOCKED) as made:
-        yield made
-
-
-@pytest.fixture
-def world(loop: VirtualLoop, tmp_path: Path) -> World:
-    return World(loop, tmp_path, ranks=2)
 
 
 def served(world: World, trainer: Trainer, version: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,20 +25,9 @@ KINDS = ("fails before", "fails after", "slow")
 
 
 @pytest.fixture
-def loop() -> Iterator[VirtualLoop]:
-    with virtual_time(*CLOCKED) as made:
-        yield made
-
-
-def open_world(loop: VirtualLoop, folder: Path) -> World:
-    world = World(loop, folder, ranks=2)
-    loop.run_until_complete(world.server.turns.open())
+def world(world: World) -> World:
+    world.loop.run_until_complete(world.server.turns.open())
     return world
-
-
-@pytest.fixture
-def world(loop: VirtualLoop, tmp_path: Path) -> World:
-    return open_world(loop, tmp_path)
 
 
 class Colocated(Trainer):
@@ -246,7 +234,8 @@ def test_whatever_happens_it_samples_again(
     steps: list[tuple[str, list[tuple[str, str, float]]]],
 ) -> None:
     with virtual_time(*CLOCKED) as loop, tempfile.TemporaryDirectory() as folder:
-        world = open_world(loop, Path(folder))
+        world = World(loop, Path(folder), ranks=2)
+        loop.run_until_complete(world.server.turns.open())
         trainer = joined(world)
         for what, faults in steps:
             world.core.faults.extend(

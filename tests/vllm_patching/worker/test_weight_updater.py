@@ -8,9 +8,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -114,11 +114,17 @@ def wait_for(updater: WeightUpdater, phase: str, waits: bool = False) -> None:
         time.sleep(0.01)
 
 
-def start_trainer(port: int, epoch: int, behaviour: str) -> Any:
+@contextmanager
+def started_trainer(port: int, epoch: int, behaviour: str) -> Iterator[None]:
+    """Start a trainer, which the end of the block kills."""
     arguments = [sys.executable, "-c", TRAINER, str(port), str(epoch), behaviour]
     trainer = start_unguarded(arguments, 2, os.environ, ROOT, "light")
-    reach("localhost", port, "the test", SECONDS)
-    return trainer
+    try:
+        reach("localhost", port, "the test", SECONDS)
+        yield
+    finally:
+        trainer.kill()
+        trainer.wait()
 
 
 def test_a_cohort_that_is_being_met_outlives_the_end_of_a_transfer(
@@ -146,8 +152,7 @@ def test_what_the_trainer_sends_arrives_where_it_should(
     direct: bool,
 ) -> None:
     port = free_port()
-    trainer = start_trainer(port, 1, "send")
-    try:
+    with started_trainer(port, 1, "send"):
         join(updater, port, 1, direct)
         wait_for(updater, "ready")
         updater.receive(3)
@@ -161,9 +166,6 @@ def test_what_the_trainer_sends_arrives_where_it_should(
             )
         assert updater.discard(5)
         assert updater.status.version is None
-    finally:
-        trainer.kill()
-        trainer.wait()
 
 
 @pytest.mark.parametrize("how", ["a direct transfer", "a trainer that writes itself"])
@@ -193,15 +195,11 @@ def test_a_staging_buffer_that_is_not_needed_any_more_is_let_go(
 
 def test_infinity_is_found_on_the_way(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
     port = free_port()
-    trainer = start_trainer(port, 1, "nan")
-    try:
+    with started_trainer(port, 1, "nan"):
         join(updater, port, 1, False)
         wait_for(updater, "ready")
         updater.receive(1)
         assert updater.wait(SECONDS).not_finite == LAYOUT[2].name
-    finally:
-        trainer.kill()
-        trainer.wait()
 
 
 @pytest.mark.parametrize("behaviour", ["wait", "half"])
@@ -209,27 +207,21 @@ def test_a_trainer_that_dies_is_reported_and_the_next_one_is_served(
     updater: WeightUpdater, free_port: Callable[[], int], behaviour: str
 ) -> None:
     port = free_port()
-    first = start_trainer(port, 1, behaviour)
-    join(updater, port, 1, False)
-    wait_for(updater, "ready")
-    updater.receive(1)
-    wait_for(updater, "receiving", waits=True)
-    first.kill()
-    first.wait()
+    with started_trainer(port, 1, behaviour):
+        join(updater, port, 1, False)
+        wait_for(updater, "ready")
+        updater.receive(1)
+        wait_for(updater, "receiving", waits=True)
     wait_for(updater, "failed")
     assert updater.status.version is None
     assert "WeightUpdater_TP0" in updater.status.error
     second_port = free_port()
-    second = start_trainer(second_port, 2, "send")
-    try:
+    with started_trainer(second_port, 2, "send"):
         join(updater, second_port, 2, False)
         wait_for(updater, "ready")
         updater.receive(1)
         wait_for(updater, "received")
         assert updater.status.error == ""
-    finally:
-        second.kill()
-        second.wait()
 
 
 def test_nobody_at_the_rendezvous_is_an_error_after_the_deadline(
@@ -276,8 +268,7 @@ def test_a_command_that_fails_late_says_nothing_about_the_next(
     """
     join(updater, free_port(), 1, False, 1.0)
     port = free_port()
-    trainer = start_trainer(port, 2, "wait")
-    try:
+    with started_trainer(port, 2, "wait"):
         join(updater, port, 2, False)
         seen = set()
         deadline = time.monotonic() + SECONDS
@@ -287,6 +278,3 @@ def test_a_command_that_fails_late_says_nothing_about_the_next(
             time.sleep(0.001)
         assert seen <= {"joining"}
         assert updater.status.epoch == 2
-    finally:
-        trainer.kill()
-        trainer.wait()

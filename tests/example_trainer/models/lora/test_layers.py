@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from example_trainer.errors import ModelError
-from example_trainer.models import Decoder, Geometry
+from example_trainer.models import Decoder
 from example_trainer.models.decoder import Arithmetic, Linear
 from example_trainer.models.lora.layers import (
     AdaptedLinear,
@@ -23,22 +23,10 @@ from example_trainer.models.ops import reference
 from example_trainer.models.packing import Packing
 from example_trainer.training.optimizer import MasterAdamW
 from tests.example_trainer.models.textbook import merged_weights
+from tests.geometries import geometry_of
 from vllm_patching.weights.families import PROJECTIONS
 
-GEOMETRY = Geometry(
-    architecture="Qwen3ForCausalLM",
-    vocab_size=17,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    max_positions=32,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    qk_norm=True,
-)
+GEOMETRY = geometry_of("Qwen3", 2, 16, 24, 4, 2, 4, 17)
 TOKENS = torch.arange(12).reshape(2, 6) % 17
 
 
