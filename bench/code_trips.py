@@ -34,6 +34,7 @@ from atroposlib.service.app import make_app
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
 from bench.call_trip import ROOT, Trip
+from bench.gpu.summary import table
 from bench.measured import measured
 from bench.weight_trips import weight_trips
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
@@ -284,9 +285,8 @@ def main() -> None:
         trips = asyncio.run(service_trips(Path(name))) | environment_trips(around)
         trips["train_batch"] = train_trip(Path(name))
         trips |= weight_trips(Path(name))
-    print(f"{'trip':24}{'files':>6}{'changes of file':>18}")
-    for name, trip in trips.items():
-        print(f"{name:24}{len(trip.files):>6}{trip.changes:>18}")
+    counts = [[name, len(trip.files), trip.changes] for name, trip in trips.items()]
+    print(table(["trip", "files", "changes of file"], counts))
     if arguments.output is not None:
         rows = {name: trip.row() for name, trip in trips.items()}
         arguments.output.write_text(

@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bench.gpu.summary import table
 from bench.measured import measured
 
 MODULES: dict[str, tuple[str, ...]] = {
@@ -270,25 +271,26 @@ def try_module(
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def report(rows: Sequence[dict[str, Any]]) -> str:
     """Return the numbers of mutants and of killed ones for each module and in all, and the
     survivors.
     """
-    lines = [f"{'module':<46} {'mutants':>8} {'default':>8} {'--all':>8}"]
-    modules = dict.fromkeys(row["module"] for row in rows)
-    for name, part in [
-        *((module, [row for row in rows if row["module"] == module]) for module in modules),
-        ("in all", rows),
-    ]:
-        default = sum(row["killed_by"] == "default" for row in part)
-        killed = sum(row["killed_by"] is not None for row in part)
-        lines.append(f"{name:<46} {len(part):>8} {default:>8} {killed:>8}")
-    lines += [
+    parts = {module: [row for row in rows if row["module"] == module] for module in MODULES}
+    counts = [
+        [
+            name,
+            len(part),
+            sum(row["killed_by"] == "default" for row in part),
+            sum(row["killed_by"] is not None for row in part),
+        ]
+        for name, part in (parts | {"in all": rows}).items()
+    ]
+    survivors = [
         f"survived: {row['module']}:{row['line']} {row['kind']}: {row['before']} -> {row['after']}"
         for row in rows
         if row["killed_by"] is None
     ]
-    return "\n".join(lines)
+    return "\n".join([table(["module", "mutants", "default", "--all"], counts), *survivors])
 
 
 def main() -> None:
@@ -308,7 +310,7 @@ def main() -> None:
             numbers = sample(module, source, share, options.seed)
             if numbers:
                 rows += try_module(Path(folder), module, numbers, options.seconds)
-    print(table(rows))
+    print(report(rows))
     result = {"measured": measured(), "seed": options.seed, "mutants": rows}
     options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

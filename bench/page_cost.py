@@ -137,7 +137,7 @@ def write_figures(folder: Path, steps: int) -> Rows:
     return rows
 
 
-def tokenizer_file(tokens: int = TOKENS) -> bytes:
+def tokenizer_file() -> bytes:
     """Make a tokenizer.json of byte pairs, as large as a present model's; its texts are not a
     language.
     """
@@ -149,7 +149,7 @@ def tokenizer_file(tokens: int = TOKENS) -> bytes:
     letters = [chr(code) for code in range(97, 123)]
     words, known, merges = [*letters, *("Ġ" + letter for letter in letters)], set(single), []
     vocabulary = {text: number for number, text in enumerate(single)}
-    while len(vocabulary) < tokens:
+    while len(vocabulary) < TOKENS:
         left, right = (
             draw.choice(words),
             draw.choice(letters) if draw.random() < 0.6 else draw.choice(words).strip("Ġ"),

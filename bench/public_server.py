@@ -16,22 +16,22 @@ PUBLIC_NEEDS = ["fastapi", "uvicorn", "pydantic", "numpy"]
 FOLDER = Path(__file__).resolve().parents[1] / "runs" / "bench" / PUBLIC.replace("==", "-")
 
 
-def is_ready(folder: Path = FOLDER) -> bool:
+def is_ready() -> bool:
     """Report if the virtual environment has been made, completely."""
-    return (folder / "ready").exists()
+    return (FOLDER / "ready").exists()
 
 
-def public_python(folder: Path = FOLDER) -> Path:
+def public_python() -> Path:
     """The interpreter of a virtual environment that holds the public server; made at the first
     call.
 
     Raises:
         subprocess.SubprocessError: pip failed, or took longer than ten minutes.
     """
-    python = folder / "bin" / "python"
-    if not is_ready(folder):
-        print(f"installing {PUBLIC} in {folder} …", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
+    python = FOLDER / "bin" / "python"
+    if not is_ready():
+        print(f"installing {PUBLIC} in {FOLDER} …", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER], check=True, timeout=120)
         install: list[str | Path] = [
             python,
             "-m",
@@ -46,7 +46,7 @@ def public_python(folder: Path = FOLDER) -> Path:
         subprocess.run(
             [*install, *PUBLIC_NEEDS], check=True, timeout=600, stderr=subprocess.DEVNULL
         )
-        (folder / "ready").touch()
+        (FOLDER / "ready").touch()
     return python
 
 

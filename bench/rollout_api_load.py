@@ -37,6 +37,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bench.gpu.processes import free_port
+from bench.gpu.summary import table
 from bench.measured import Options, command_line, measured, read_json
 from bench.public_server import PUBLIC, public_python
 from example_trainer.child_processes.processes import Supervisor
@@ -246,15 +247,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Print medians side by side; return them with the verdicts."""
     middle = {
         name: {key: statistics.median(run[key] for run in found) for key in found[0]}
         for name, found in runs.items()
     }
-    print(
-        f"\n{'median of ' + str(len(runs['ours'])) + ' rounds':34}{'public':>10}{'ours':>10}{'ours/public':>13}"
-    )
+    rows = []
     for key, text in (
         ("posted", "groups/s posted"),
         ("drained", "groups/s drained"),
@@ -266,9 +265,11 @@ def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         ("inversions", "ids out of order"),
     ):
         public, mine = middle["public"][key], middle["ours"][key]
-        print(
-            f"{text:34}{public:10.1f}{mine:10.1f}{mine / public if public else float('nan'):13.2f}"
-        )
+        rows.append([text, public, mine, mine / public if public else None])
+    print(
+        "\n"
+        + table([f"median of {len(runs['ours'])} rounds", "public", "ours", "ours/public"], rows)
+    )
     verdict = {
         "posted at least 4 x": middle["ours"]["posted"] >= 4 * middle["public"]["posted"],
         "drained at least 6 x": middle["ours"]["drained"] >= 6 * middle["public"]["drained"],
@@ -326,7 +327,7 @@ def main() -> None:
             "public_server": PUBLIC,
             "clients": arguments.clients,
             "runs": runs,
-            **table(runs),
+            **compared(runs),
         }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n")

@@ -167,14 +167,14 @@ def common_options(name: str, shape: str = "") -> Options:
     return options
 
 
-def load_options(concurrency: list[int], updates: int = 20, interval: float = 0.5) -> Options:
+def load_options(concurrency: list[int], updates: int = 20) -> Options:
     """Return the options of updates under load."""
     pauses = "seconds between updates under load (twice that above 64)"
     ramp = "seconds from the load's start to the measurement's"
     return {
         "--updates": {"type": int, "default": updates, "help": "per measurement"},
         "--concurrency": {"type": int, "nargs": "+", "default": concurrency},
-        "--interval": {"type": float, "default": interval, "help": pauses},
+        "--interval": {"type": float, "default": 0.5, "help": pauses},
         "--ramp": {"type": float, "default": 3.0, "help": ramp},
     }
 

@@ -235,8 +235,8 @@ def test_a_trainer_s_own_server_is_put_on_the_gpus_that_this_program_may_use(
     assert Run.trainer_options(run)["vllm_gpus"] == "2"
 
 
-def mode_run(name: str, steps: int) -> Any:
-    args = SimpleNamespace(steps=steps, device="cpu")
+def mode_run(name: str) -> Any:
+    args = SimpleNamespace(steps=2, device="cpu")
     return SimpleNamespace(name=name, mode=MODES[name], args=args)
 
 
@@ -246,15 +246,15 @@ def test_a_replay_without_experts_and_a_mixture_that_differs_are_failures() -> N
         "params": "3/3", "served": [2], "kl": [0.0, 0.001], "compared_tokens": 5, "mismatched_tokens": 0,
         "rerouted_share": [0.01, 0.02],
     }  # fmt: skip
-    Run.judge(mode_run("mixture_replay", 2), found, rows)
+    Run.judge(mode_run("mixture_replay"), found, rows)
     with pytest.raises(BenchError, match="replayed in 1 of 2 steps"):
-        Run.judge(mode_run("mixture_replay", 2), found | {"rerouted_share": [0.01]}, rows)
+        Run.judge(mode_run("mixture_replay"), found | {"rerouted_share": [0.01]}, rows)
     found = found | {"rerouted_share": [], "kl": [0.0, 0.1]}
-    Run.judge(mode_run("mixture", 2), found, rows)
+    Run.judge(mode_run("mixture"), found, rows)
     with pytest.raises(BenchError, match=r"KL to the rollouts. policy reached 0\.1"):
-        Run.judge(mode_run("mixture_deterministic", 2), found, rows)
+        Run.judge(mode_run("mixture_deterministic"), found, rows)
     with pytest.raises(BenchError, match=r"0 of 5 tokens differ, KL 0\.001"):
-        Run.judge(mode_run("mixture_deterministic", 2), found | {"kl": [0.0, 0.001]}, rows)
+        Run.judge(mode_run("mixture_deterministic"), found | {"kl": [0.0, 0.001]}, rows)
 
 
 def test_ranks_are_counted_by_the_trainers_log(tmp_path: Path) -> None:

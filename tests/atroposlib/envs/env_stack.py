@@ -134,7 +134,7 @@ class Stack:
     def next_batch(self) -> list[dict[str, Any]] | None:
         return httpx.get(f"{self.service_url}/batch", timeout=60).json()["batch"] or None
 
-    def take_batches(self, count: int, seconds: float = 120) -> list[list[dict[str, Any]]]:
+    def take_batches(self, count: int) -> list[list[dict[str, Any]]]:
         """Be the trainer: take that many batches, waiting for them."""
         taken: list[list[dict[str, Any]]] = []
 
@@ -145,7 +145,7 @@ class Stack:
 
         # Not through the fixture, which takes an environment that has finished for one that has
         # died.
-        wait_until(f"{count} batches", probe, seconds)
+        wait_until(f"{count} batches", probe, 120)
         return taken
 
 

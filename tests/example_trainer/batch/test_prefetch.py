@@ -359,10 +359,10 @@ class TestRealService:
     def leased(self, url: str) -> int:
         return len(httpx.get(f"{url}/stats", timeout=WAIT).json()["leases"])
 
-    def wait_for_leases(self, processes: Processes, url: str, count: int) -> None:
+    def wait_for_two_leases(self, processes: Processes, url: str) -> None:
         processes.wait_until(
-            f"{count} leases",
-            lambda: None if self.leased(url) == count else f"there are {self.leased(url)}",
+            "two leases",
+            lambda: None if self.leased(url) == 2 else f"there are {self.leased(url)}",
             seconds=WAIT,
         )
 
@@ -376,7 +376,7 @@ class TestRealService:
         assert number_of(first.next(0)) == 5
         first.acknowledge(1)
         assert number_of(first.next(1)) == 6
-        self.wait_for_leases(processes, url, 2)
+        self.wait_for_two_leases(processes, url)
         first.close()
         second = batches_of(url)
         second.register(registration(str(tmp_path), starting_step=1))
@@ -408,7 +408,7 @@ class TestRealService:
         for number in (5, 6, 7):
             self.post(url, number)
         processes.wait_for_text(trainer, "training on [5, 5]", seconds=WAIT)
-        self.wait_for_leases(processes, url, 2)
+        self.wait_for_two_leases(processes, url)
         processes.kill(trainer)
         again = batches_of(url)
         again.register(registration(str(tmp_path)))

@@ -33,14 +33,14 @@ def registration(folder: str, **changes: int | None) -> Registration:
     )  # type: ignore[arg-type]
 
 
-def batches_of(url: str, ahead: bool = True, stop: StopSignal | None = None) -> Batches:
+def batches_of(url: str) -> Batches:
     """The batches of a service, as the trainer makes them."""
     config = TrainerConfig.model_validate(
         {"model_name": "m", "atropos_url": url, "seq_len": 64, "service_timeout": 60}
     )
-    client = RolloutClient(url, stop or StopSignal(), None, service_timeout=60, batch_timeout=60)
+    client = RolloutClient(url, StopSignal(), None, service_timeout=60, batch_timeout=60)
     reader = BatchReader(config, vocab_size=1000, tokens_per_bin=64)
-    return Batches(client, Ranks(), reader, torch.device("cpu"), last_version=100, ahead=ahead)
+    return Batches(client, Ranks(), reader, torch.device("cpu"), last_version=100, ahead=True)
 
 
 if __name__ == "__main__":

@@ -42,16 +42,16 @@ def test_the_same_inputs_give_the_same_bits(name: str, dtype: torch.dtype) -> No
     assert run_bits(name, sizes, dtype, "cpu") == run_bits(name, sizes, dtype, "cpu")
 
 
-def small_model(seed: int = 0, tied: bool = True, device: str = "cpu") -> Qwen3VLLMCompatModel:
-    torch.manual_seed(seed)
+def small_model() -> Qwen3VLLMCompatModel:
+    torch.manual_seed(0)
     sizes = Qwen3ModelArgs(
         dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, head_dim=16, hidden_dim=40, max_seq_len=256,
-        enable_weight_tying=tied,
+        enable_weight_tying=True,
     )  # fmt: skip
-    model = Qwen3VLLMCompatModel(sizes, device=device)
+    model = Qwen3VLLMCompatModel(sizes, device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter, device="cpu").to(device))
+            parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 

@@ -43,11 +43,11 @@ def commands() -> list[Documented]:
     return documented()
 
 
-def on_page(commands: list[Documented], page: str, model: str = HEADLINE) -> list[Documented]:
+def on_page(commands: list[Documented], page: str) -> list[Documented]:
     return [
         command
         for command in commands
-        if command.page == page and command.config.model_name == model
+        if command.page == page and command.config.model_name == HEADLINE
     ]
 
 
