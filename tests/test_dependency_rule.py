@@ -21,12 +21,19 @@ PACKAGED = ("atroposlib", "environments", "example_trainer", "vllm_patching")
 PACKAGES = (*PACKAGED, "scripts", "studies")
 UNPACKAGED = ("scripts", "studies", "bench", "tests")
 BELOW_TRAINER = ("launcher", "child_processes")
-REST_OF_TRAINER = tuple(
-    f"example_trainer.{path.stem}"
-    for path in sorted((ROOT / "example_trainer").iterdir())
-    if path.stem not in ("__init__", *BELOW_TRAINER)
-    and (path.suffix == ".py" or (path / "__init__.py").exists())
-)
+
+
+def rest_of(package: str, *without: str) -> tuple[str, ...]:
+    """The modules and packages in a package, without some."""
+    return tuple(
+        f"{package}.{path.stem}"
+        for path in sorted((ROOT / package).iterdir())
+        if path.stem not in ("__init__", *without)
+        and (path.suffix == ".py" or (path / "__init__.py").exists())
+    )
+
+
+REST_OF_TRAINER = rest_of("example_trainer", *BELOW_TRAINER)
 """The trainer without the launcher and the folder from which the launcher may import."""
 
 NEVER = {
@@ -47,7 +54,8 @@ NEVER = {
         "vllm",
         *REST_OF_TRAINER,
         "vllm_patching",
-        "atroposlib",
+        # These two need Python's own library alone, and so does the quick start's first process.
+        *rest_of("atroposlib", "compat", "one_line_parser"),
     ),
 }
 """Package -> what none of its modules may import, neither itself nor through another module of the
@@ -124,6 +132,7 @@ SDK_ROOMS = (
     "utils",
     "wire",
     "errors",
+    "one_line_parser",
     "type_definitions",
 )
 """Packages around it, in the same way. Nothing but the package itself imports `compat`."""
