@@ -41,8 +41,13 @@ def replica_of(vllm_config: Any) -> int:
 
 
 def require_commands(engine: Any) -> None:
-    """Raise UnsupportedVllm unless the engine can be paused and go on as updates need it."""
+    """Raise UnsupportedVllm unless the engine can be called, be paused and go on as updates need it.
+
+    Updates call these names without another check.
+    """
     seam(engine.engine_core, "pause_scheduler_async")
+    seam(engine.engine_core, _name_of_call(engine))
+    seam(engine, "collective_rpc")
     seam(engine.renderer, "clear_mm_cache_async")
     seam(engine, "resume_generation")
 
@@ -67,15 +72,10 @@ def ask_engine_cores(engine: Any, method: str, *args: Any) -> list[Awaitable[Any
     """Call a method of every engine core, as vLLM's own calls to it do.
 
     Returns:
-        for each replica, what its answer is awaited with; nothing is sent before.
-
-    Raises:
-        UnsupportedVllm: there is no such way to call one; awaiting an answer raises it if the
-            engine core has no such method.
+        for each replica, what its answer is awaited with; nothing is sent before. Awaiting raises
+        UnsupportedVllm if the engine core has no such method.
     """
-    client, cores = engine.engine_core, _cores(engine)
-    name = "_call_utility_async" if len(cores) > 1 else "call_utility_async"
-    call = seam(client, name)
+    call, cores = getattr(engine.engine_core, _name_of_call(engine)), _cores(engine)
     if len(cores) > 1:
         return [_known(call(method, *args, engine=core), method) for core in cores]
     return [_known(call(method, *args), method)]
@@ -84,7 +84,7 @@ def ask_engine_cores(engine: Any, method: str, *args: Any) -> list[Awaitable[Any
 async def ask_workers(engine: Any, method: str, args: tuple[Any, ...]) -> list[list[Any]]:
     """Call a method of every worker on its main thread: for each replica, the answers of its ranks."""
     if replicas(engine) == 1:
-        return [list(await seam(engine, "collective_rpc")(method, args=args))]
+        return [list(await engine.collective_rpc(method, args=args))]
     # As AsyncMPClient.collective_rpc_async: method, timeout, args, kwargs.
     asked = ask_engine_cores(engine, "collective_rpc", method, None, args, None)
     return [list(answers) for answers in await asyncio.gather(*asked)]
@@ -101,6 +101,11 @@ async def _known(answer: Awaitable[Any], method: str) -> Any:
                 f"version {SUPPORTED}, and does nothing take that folder out of PYTHONPATH?"
             ) from error
         raise
+
+
+def _name_of_call(engine: Any) -> str:
+    """The client's method that calls a named replica, or the only one."""
+    return "_call_utility_async" if len(_cores(engine)) > 1 else "call_utility_async"
 
 
 def _cores(engine: Any) -> list[Any]:

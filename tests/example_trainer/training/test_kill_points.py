@@ -221,7 +221,7 @@ def test_a_new_run_in_an_emptied_folder_gets_nothing_of_the_one_before_it_though
         trainers.post(*range(10, 10 + STEPS))
 
     monkeypatch.setattr(RolloutClient, "register", register_and_post)
-    assert trainers.train("--resume", "auto")
+    assert trainers.train()
     assert trainers.line == list(range(10, 10 + STEPS)), "2 waited when it began"
     second = trainers.saved()[STEPS].run
     assert second.epoch > first.epoch
