@@ -20,7 +20,7 @@ ISOLATIONS = {
 }
 """Isolations that a host may lack, and the promise of each."""
 
-End = Literal["exited", "signal", "deadline", "cpu", "memory", "output"]
+End = Literal["exited", "signal", "deadline", "cpu", "memory", "processes", "output"]
 
 
 class SandboxUnavailable(EnvironmentFailure):
@@ -249,7 +249,7 @@ def verdict(outcome: Outcome, expected: Sequence[Any]) -> Verdict:
         return Verdict("right", passed, f"all {passed} calls returned what was expected")
     if outcome.end in ("deadline", "cpu"):
         return Verdict("timeout", passed, f"it took too long (ended by its {outcome.end} limit)")
-    if outcome.end in ("memory", "output"):
+    if outcome.end in ("memory", "processes", "output"):
         return Verdict("contained", passed, f"ended by its {outcome.end} limit")
     if outcome.left:
         return Verdict("contained", passed, f"{outcome.left} processes of it had to be killed")

@@ -438,9 +438,10 @@ def landlock(handled: int, scoped: int, allowed: list[tuple[str, int]]) -> None:
 
 
 NOBODY = 65534
-FIRST_USER, USERS = 0x70000000, 50_000
+FIRST_USER, USERS = 0x70000000, 0x0F000000
 """User ids of programs, used in turn, if root makes the sandbox. They are far above the ids that
-systems assign."""
+systems assign. A sandbox begins at a random one. The kernel counts processes by user id on the
+whole host, and programs of two sandboxes must not share a limit."""
 DEVICES = ("null", "full", "random", "urandom")
 """Devices that programs see. `zero` is missing: a shared mapping of it is memory of no process."""
 OLD = "/old"

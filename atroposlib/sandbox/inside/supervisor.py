@@ -58,7 +58,7 @@ class Memory:
         The records of mappings are left out for the largest process. A program of one process near
         its limit gets a `MemoryError`, and is not ended.
         """
-        processes = [self._of_process(name) for name in self._names()]
+        processes = [self._of_process(name) for name in self.names()]
         records = [most for _, most in processes]
         return (
             sum(size for size, _ in processes)
@@ -67,12 +67,16 @@ class Memory:
             + self._sockets()
         )
 
+    def tasks(self) -> int:
+        """Return the number of processes and threads."""
+        return sum(len(self._tasks(name)) for name in self.names())
+
     def locks(self) -> int:
         """Return the number of file locks.
 
         The kernel keeps a record of each, and no limit of a process counts them.
         """
-        names = {name.encode() for name in self._names()}
+        names = {name.encode() for name in self.names()}
         # For example: 1: POSIX  ADVISORY  WRITE 708 08:02:4711 0 EOF. A lock that waits has `->`
         # after its number.
         fields = [
@@ -81,7 +85,8 @@ class Memory:
         ]
         return sum(len(line) > 4 and line[4] in names for line in fields)
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Return the ids of the processes."""
         return self._namespace() if self._own else self._descendants()
 
     def _sockets(self) -> int:
@@ -184,6 +189,9 @@ LOCKS_SECONDS = 1.0
 """Seconds between two counts of file locks. Reading the list stops all processes of the host that lock a
 file, for a moment."""
 MOST_LOCKS = 1000
+STARTED_ELSEWHERE = 256
+"""Processes and threads that the user may start elsewhere while a program without namespaces runs.
+The kernel refuses the program one only above its limit and these, so the watcher counts."""
 TOP_MESSAGE = 1 << 16
 PRELOADED = (
     *(
@@ -276,7 +284,7 @@ def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[in
     """Answer orders until the other end is closed. An order is the limits as JSON, with five
     descriptors. They are the code to run, its output, its errors, its results, and a socket to its
     watcher. Each program is the next of the users, first id and number of ids, if this process is
-    root.
+    root. The first program's user is drawn at random.
     """
     for name in PRELOADED:
         importlib.import_module(name)
@@ -287,7 +295,7 @@ def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[in
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     namespaces = isolation.NAMESPACES | (isolation.CLONE_NEWUSER if mode == "user_namespace" else 0)
-    count = 0
+    count = int.from_bytes(os.urandom(8)) % users[1]
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, TOP_MESSAGE, 8)
         if not data:
@@ -355,20 +363,17 @@ def watch(
     memory = memory_of(order, mode)
     isolation.prctl(isolation.PR_SET_DUMPABLE, 0)
     began = time.monotonic()
-    # The kernel counts by user: the watcher too, if it is the same one; without namespaces, all
-    # that this user runs.
-    others = 0
-    if os.geteuid() != 0:
-        others = 1 if mode == "user_namespace" else tasks_of_this_user()
+    others = counted_along(mode)
     child = os.fork()
     if child == 0:
         status.close()
         become_program(order, mode, readable, descriptors, others)
     for descriptor in descriptors:
         os.close(descriptor)
-    end, peak = wait(order, child, memory, status, began)
+    most_tasks = order["processes"] if others > 1 else None
+    end, peak = wait(order, child, memory, status, began, most_tasks)
     seconds = time.monotonic() - began
-    code, left = end_all(child, mode)
+    code, left = end_all(child, memory, mode)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = usage.ru_utime + usage.ru_stime
     if end == "exited" and code < 0:
@@ -412,6 +417,17 @@ def hide_processes() -> tuple[int, bool]:
     return descriptor, own
 
 
+def counted_along(mode: str) -> int:
+    """Return how many tasks the kernel may count along with the program's.
+
+    The kernel counts by user. If the watcher has the same user, it counts too. Without namespaces
+    all tasks of this user on the host count, also later ones.
+    """
+    if os.geteuid() == 0:
+        return 0
+    return 1 if mode == "user_namespace" else tasks_of_this_user() + STARTED_ELSEWHERE
+
+
 def tasks_of_this_user() -> int:
     """Return the number of threads of this user on the whole host."""
     count, user = 0, os.geteuid()
@@ -423,9 +439,19 @@ def tasks_of_this_user() -> int:
 
 
 def wait(
-    order: Order, child: int, memory: Memory, status: socket.socket, began: float
+    order: Order,
+    child: int,
+    memory: Memory,
+    status: socket.socket,
+    began: float,
+    most_tasks: int | None,
 ) -> tuple[str, int]:
-    """Wait until a program ends or must end. Return the reason and its peak memory in bytes."""
+    """Wait until a program ends or must end. Return the reason and its peak memory in bytes.
+
+    Args:
+        most_tasks: processes and threads above which the program is ended; None where the kernel
+            refuses them.
+    """
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(status, select.POLLIN)
@@ -441,13 +467,31 @@ def wait(
         peak = max(peak, memory.used())
         if peak > order["memory"]:
             return "memory", peak
+        if most_tasks is not None and memory.tasks() > most_tasks:
+            return "processes", peak
         if time.monotonic() >= count_locks_at:
             if memory.locks() > MOST_LOCKS:
                 return "memory", peak
             count_locks_at = time.monotonic() + LOCKS_SECONDS
 
 
-def end_all(child: int, mode: str) -> tuple[int, int]:
+def stop_all(memory: Memory) -> list[int]:
+    """Stop all processes of the program. A stopped process starts no other, and keeps its place in
+    the limit of processes.
+
+    Returns:
+        The processes.
+    """
+    stopped: list[int] = []
+    while new := {int(name) for name in memory.names()}.difference(stopped):
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped += new
+    return stopped
+
+
+def end_all(child: int, memory: Memory, mode: str) -> tuple[int, int]:
     """Kill what is left of the program.
 
     Returns its exit status, negative for a signal, and how many processes were left.
@@ -472,11 +516,10 @@ def end_all(child: int, mode: str) -> tuple[int, int]:
         while True:
             with contextlib.suppress(ProcessLookupError):
                 if mode == "restricted":
-                    # Children of a killed process become children of this one, and are found the
-                    # next time.
-                    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-                        for pid in file.read().split():
-                            os.kill(int(pid), signal.SIGKILL)
+                    # Children of a killed process become children of this one, which waits for
+                    # them.
+                    for pid in stop_all(memory):
+                        os.kill(pid, signal.SIGKILL)
                 else:
                     os.kill(-1, signal.SIGKILL)
             reap(os.WNOHANG if mode == "restricted" else 0)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -48,7 +49,51 @@ def refuse_calls(names: tuple[str, ...], numbers: tuple[int, ...] = ()) -> None:
     isolation.install_filter(program + isolation._step(isolation.RETURN, isolation.ALLOW))
 
 
+THREADS_LATER = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+def answer(x):
+    time.sleep(1)
+    with ThreadPoolExecutor(8) as pool:
+        return sum(pool.map(lambda y: y * 17, [x]))
+"""
+PROCESSES_WITHOUT_END = """
+import os, time
+def answer(x):
+    while True:
+        try: os.fork()
+        except OSError: time.sleep(0.01)
+"""
+
+
+async def beside_a_busy_user() -> dict[str, object]:
+    """Run a program that starts threads after its user started many, and one with processes
+    without end.
+    """
+    refuse_calls(("unshare", "mount", "setns", "pivot_root"))
+    async with asyncio.timeout(60):
+        box = LocalSandbox(Limits(seconds=30, cpu_seconds=10))
+        await box.start()
+        honest = asyncio.ensure_future(box.run(Program(THREADS_LATER, "answer", [[3]])))
+        await asyncio.sleep(0.5)
+        over = threading.Event()
+        for _ in range(40):
+            threading.Thread(target=over.wait).start()
+        told = verdict(await honest, [51]).kind
+        over.set()
+        hostile = await box.run(Program(PROCESSES_WITHOUT_END, "answer", [[3]]))
+        await box.close()
+    return {
+        "mode": box.mode,
+        "honest": told,
+        "hostile": hostile.end,
+        "kind": verdict(hostile, [51]).kind,
+    }
+
+
 async def main(way: str) -> dict[str, object]:
+    if way == "busy user":
+        return await beside_a_busy_user()
     if way != "plain":
         landlock = (isolation.LANDLOCK_CREATE_RULESET,) if way in ("no landlock", "allowed") else ()
         refuse_calls(("unshare", "mount", "setns", "pivot_root"), landlock)

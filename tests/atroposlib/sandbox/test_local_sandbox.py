@@ -313,16 +313,43 @@ def held_all(told: dict[str, Any], mode: str) -> dict[str, Any]:
     }
 
 
+def as_ordinary_user() -> tuple[str, ...]:
+    """The interpreter, and what begins its command line, of a user without rights."""
+    if os.geteuid() != 0:
+        return (sys.executable,)
+    return (system_python(), "setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups")
+
+
 def test_an_ordinary_user_holds_programs_as_well() -> None:
-    before: tuple[str, ...] = ()
-    python = sys.executable
-    if os.geteuid() == 0:
-        python, before = (
-            system_python(),
-            ("setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups"),
-        )
-    told = other_way("plain", python, *before)
+    told = other_way("plain", *as_ordinary_user())
     assert told == held_all(told, "user_namespace")
+
+
+def test_without_namespaces_what_the_user_starts_elsewhere_takes_nothing_of_a_program() -> None:
+    assert other_way("busy user", *as_ordinary_user()) == {
+        "mode": "restricted",
+        "honest": "right",
+        "hostile": "processes",
+        "kind": "contained",
+    }
+
+
+def test_programs_of_two_sandboxes_share_no_user() -> None:
+    who = Program("import os\ndef f():\n    return os.getuid()", "f", [[]])
+
+    async def two(box: LocalSandbox) -> Any:
+        other = LocalSandbox()
+        await other.start()
+        try:
+            outcomes = [await each.run(who) for each in (box, other)]
+        finally:
+            await other.close()
+        return box.mode, [outcome.results for outcome in outcomes]
+
+    mode, (one, other) = in_sandbox(two)
+    if mode != "users":
+        pytest.skip("programs have users of their own only where root makes the sandbox")
+    assert one != other
 
 
 def test_without_namespaces_landlock_and_seccomp_hold_them() -> None:
