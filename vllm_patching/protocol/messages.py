@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, Protocol, TypedDict
+from typing import Annotated, Any, NotRequired, Protocol, TypedDict, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator
 
 logger = logging.getLogger("vllm.lockstep.bridge")
 
@@ -43,13 +43,19 @@ them."""
 Epoch = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 
 
+T = TypeVar("T")
+Listed = Annotated[T, Strict(False)]
+"""A tuple, which JSON has as a list. Its entries are strict all the same."""
+
+
 class Message(BaseModel):
     """A request's body.
 
     It refuses unknown keys, and texts with half a surrogate pair, which no answer could repeat.
+    Types are strict: neither `true` nor "5" is a number.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -91,7 +97,7 @@ class InitBody(Message):
     trainer: str = Field(min_length=1, description="who joins, for messages: host and process id")
     mode: str = Field(pattern="^(broadcast|single_copy)$")
     transfer: str = Field(default="auto", pattern="^(auto|direct|overlapped)$")
-    parameters: dict[str, tuple[tuple[int, ...], str]] = Field(
+    parameters: dict[str, Listed[tuple[Listed[tuple[int, ...]], str]]] = Field(
         description="name -> (full shape, dtype) of the trainer"
     )
     weight_epoch: int = Field(
@@ -132,7 +138,7 @@ class CohortBody(Message):
         default=0, ge=0, le=65536, description="of this server's first replica among them"
     )
     lanes: int = Field(default=1, ge=1, le=1024, description="communicators for each rank")
-    route: Route = Field(default=Route.GLOO, description="how the weights travel")
+    route: Route = Field(default=Route.GLOO, strict=False, description="how the weights travel")
 
 
 class BeginBody(Message):

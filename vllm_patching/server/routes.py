@@ -49,11 +49,18 @@ from vllm_patching.server.generate import (
 )
 from vllm_patching.server.guard import RefuseWhileUnavailable
 from vllm_patching.server.lora import LoraController, add_lora_routes
+from vllm_patching.server.numbers import refuse_mistaken_numbers
 from vllm_patching.server.timeline import FollowRequests, ServerTimeline
 from vllm_patching.server.turns import add_turn_routes
 
 logger = logging.getLogger("vllm.lockstep.routes")
 
+REMEDIES = {
+    "int_type": "send a whole JSON number such as 5, without quotation marks",
+    "float_type": "send a JSON number such as 0.5, without quotation marks",
+    "bool_type": "send true or false, without quotation marks",
+}
+"""Kind of pydantic's error -> the message in its stead."""
 MOST_ERRORS = 5
 LONGEST_VALUE = 80
 
@@ -88,7 +95,7 @@ def describe(error: RequestValidationError) -> str:
 
 def _described(error: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"] if part != "body") or "the body"
-    message = str(error["msg"]).removeprefix("Value error, ")
+    message = REMEDIES.get(error["type"], str(error["msg"]).removeprefix("Value error, "))
     if error["type"] in (
         "missing",
         "json_invalid",
@@ -260,6 +267,7 @@ def attach(
     Args:
         timeline: counts the requests that come through.
     """
+    refuse_mistaken_numbers(app)
     app.include_router(make_router(service))
     # vLLM hands the app over with its middleware stack built, so ours goes around the finished
     # stack.

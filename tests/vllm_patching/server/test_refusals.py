@@ -78,6 +78,14 @@ def post(client: TestClient, text: str, path: str = "/generate") -> Any:
         ('"presence_penalty":-Infinity', "presence_penalty is -inf: "),
         ('"\\ud800":1', "is '\\ud800': Input should be a valid string"),
         ('"temperature":3', "temperature must be in [0, 2], got 3.0"),
+        ('"n":true', "n is True: send a whole JSON number such as 5, without quotation marks"),
+        ('"temperature":"1"', "temperature is '1': send a JSON number such as 0.5"),
+        (
+            '"prompt":{"prompt_token_ids":["5"]}',
+            "prompt_token_ids.0 is '5': send a whole JSON number",
+        ),
+        ('"stop_token_ids":[true]', "stop_token_ids.0 is True: send a whole JSON number"),
+        ('"return_text":"no"', "return_text is 'no': send true or false"),
         ('"min_tokens":1e300', "min_tokens is 1e+300: "),
     ],
 )
