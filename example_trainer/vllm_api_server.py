@@ -354,7 +354,7 @@ async def run_and_clean_up(
 
 def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Door) -> None:
     """Hook our routes and the bridge into vLLM's server."""
-    from vllm_patching.compat.loggers import worker_logger
+    from vllm_patching.compat.loggers import stop_in_one_line, worker_logger
     from vllm_patching.compat.outputs import forget_unsent, take_logprobs_together
     from vllm_patching.compat.server_app import end_at_once_while_loading, wrap_server
     from vllm_patching.protocol.timeline import open_timeline
@@ -393,6 +393,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
 
     async def open_service(engine: Any) -> None:
         forget_unsent(engine)
+        stop_in_one_line(engine)
         if args.deterministic:
             service.deterministic = await verify_deterministic(engine, logger)
         if shared:
