@@ -63,7 +63,7 @@ class SkippedBatches:
         self._in_a_row: Counter[bool] = Counter()
         self._cut_short: set[bool] = set()
         self._left_out = 0
-        self._one_too_many: BatchError | None = None
+        self._last: BatchError | None = None
 
     def skip(self, error: BatchError) -> None:
         """Leave a batch out.
@@ -92,17 +92,28 @@ class SkippedBatches:
         try:
             count = self._count(kept)
         except BatchError as one_too_many:
-            self._one_too_many = one_too_many
+            self._last = one_too_many
             return
         logger.warning(
             "Step %d: updates %d to %d of its batch are left out, what it learned in those before stays: %s (%s)",
             step, first, last, error, count,
         )  # fmt: skip
 
+    def end(self, error: OutOfMemoryError, update: int, last: int) -> None:
+        """Leave out updates of a batch, and let `refuse` end the run: several ranks cannot go on.
+
+        Args:
+            update: that failed; last: of the batch; both counted from 1.
+        """
+        self._last = OutOfMemoryError(
+            f"{error}; this was update {update} of {last} of its batch, and those before are kept. "
+            "Several ranks cannot go on from here. Start again with --resume auto"
+        )
+
     def refuse(self) -> None:
-        """Raise the error of a batch that was cut short, if it was one too many in a row."""
-        if self._one_too_many is not None:
-            raise self._one_too_many
+        """Raise the error of a batch that was cut short, if the run cannot go on behind it."""
+        if self._last is not None:
+            raise self._last
 
     def _count(self, error: BatchError) -> str:
         kind = isinstance(error, NonFiniteError)
@@ -473,7 +484,8 @@ def guarded_step(
 
     If the first update fails, nothing was learned. If a later one fails, or a signal comes, the
     updates before it stay, the others are left out, and the step is complete. Such a batch counts
-    as skipped: for one more in a row than the options allow, see SkippedBatches.refuse.
+    as skipped. SkippedBatches.refuse raises for one more in a row than the options allow. It also
+    does for several ranks that ran out of memory.
     After an error `optimizer.sound` is alike on every rank: whether training can go on.
 
     Between updates the model's parameters are written; after the last one the bridge writes them.
@@ -488,7 +500,7 @@ def guarded_step(
 
     Raises:
         OutOfMemoryError: memory ran out in the first update, on any rank; what the batch took is
-            free again. With several ranks, in any update: they cannot go on.
+            free again.
         NonFiniteError: see MasterAdamW.update and BatchGradients.accumulate.
         RankError: a rank failed where others wait for it, and nothing collective is possible.
         StopRequested, ParityError, ConfigError: see BatchGradients.accumulate.
@@ -525,12 +537,8 @@ def _take_updates(
                 raise
             if ranks.world_size > 1 and isinstance(error, OutOfMemoryError):
                 # FSDP2 stands in the middle of a layer.
-                raise OutOfMemoryError(
-                    f"{error}; this was update {number + 1} of {gradients.updates} of its batch, "
-                    "and those before are kept. Several ranks cannot go on from here. Start "
-                    "again with --resume auto"
-                ) from error
-            if isinstance(error, StopRequested):
+                skipped.end(error, number + 1, gradients.updates)
+            elif isinstance(error, StopRequested):
                 logger.warning(
                     "Step %d: updates %d to %d of its batch are left out, what it learned in those before stays: %s",
                     optimizer.steps + 1, number + 1, gradients.updates, error,

@@ -6,6 +6,7 @@ where they settle it between them, `tests.forked_ranks` does.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -249,6 +250,11 @@ def test_ranks_that_run_out_behind_the_first_update_of_a_batch_keep_that(
     )
     assert "Skipping a batch" not in text
     assert run.saved() == ["step_2"]
+    metrics = (run.folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    rows = [
+        (row["step"], row["updates"], row["updates_skipped"]) for row in map(json.loads, metrics)
+    ]
+    assert rows == [(1, 2, 0), (2, 1, 1)]
     run.processes.stop(trainer)
     text = run.train(*OPTIONS, "--resume", "auto")
     assert f"Step 3/{STEPS} " in text
