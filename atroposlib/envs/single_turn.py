@@ -12,7 +12,7 @@ from atroposlib.envs.graded import Attempt, Grade, GradedEnv, checked_grade, gro
 from atroposlib.inference.managed_server import SequenceNode
 from atroposlib.inference.responses import answer_part, whole_response
 from atroposlib.type_definitions import Item, Message
-from atroposlib.utils.waiting import awaited
+from atroposlib.utils.waiting import awaited, plain
 from atroposlib.wire import PROMPT_MASK, ScoredDataGroup
 
 __all__ = ["Grade", "Response", "SingleTurnEnv", "as_response"]
@@ -68,11 +68,15 @@ class SingleTurnEnv(GradedEnv):
     async def grade(self, problem: Any, response: Response) -> Grade:
         """Grade one answer."""
 
+    def _messages(self, problem: Any) -> list[Message]:
+        """Return `messages`, and refuse one that is written as `async def`."""
+        return plain(self.messages(problem), "messages", self)
+
     def describe(self, problem: Any) -> dict[str, Any]:
         """Return a problem's fields in the record of an evaluation, such as `question` and
         `gold_answer`.
         """
-        return {"question": self.messages(problem)[-1]["content"]}
+        return {"question": self._messages(problem)[-1]["content"]}
 
     def adjust_scores(self, grades: list[Grade], responses: list[Response]) -> list[float]:
         """The group's rewards, where they depend on the group as a whole."""
@@ -124,7 +128,7 @@ class SingleTurnEnv(GradedEnv):
         Returns:
             The request's messages, and the answers.
         """
-        messages = self.messages(problem)
+        messages = self._messages(problem)
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             completion = await managed.chat_completion(
                 messages=messages, n=count, max_tokens=self.config.max_token_length, **fields

@@ -137,6 +137,24 @@ async def awaited(returned: Awaitable[T], method: str, author: object) -> T:
     return await returned
 
 
+def plain(returned: T, method: str, author: object) -> T:
+    """Return the result of an author's method, which must not be asynchronous.
+
+    Args:
+        returned: the value that the call of the method returned.
+
+    Raises:
+        UsageError: the method is asynchronous.
+    """
+    if not inspect.isawaitable(returned):
+        return returned
+    if inspect.iscoroutine(returned):
+        returned.close()  # Python warns of a coroutine that nothing waits for
+    raise UsageError(
+        f"{method} of {type(author).__name__} is asynchronous: write `def {method}` without `async`"
+    )
+
+
 async def gather_or_cancel(calls: list[Awaitable[T]]) -> list[T]:
     """As `asyncio.gather`, but when one fails the others are cancelled rather than left running."""
     tasks = [asyncio.ensure_future(call) for call in calls]

@@ -61,21 +61,25 @@ def test_evaluate_writes_the_result_and_readable_samples(
 
 
 @pytest.mark.parametrize(
-    ("method", "rest", "line"),
+    ("method", "line"),
     [
-        ("setup", "(self): pass", "setup of Mine returned None at once: write `async def setup`"),
-        ("get_next_item", "(self): return 1", "get_next_item of Mine returned 1 at once"),
-        ("grade", "(self, problem, response): return 0.5", "grade of Mine returned 0.5 at once"),
+        ("def setup(self): pass", "setup of Mine returned None at once: write `async def setup`"),
+        ("def get_next_item(self): return 1", "get_next_item of Mine returned 1 at once"),
+        ("def grade(self, problem, response): return 0.5", "grade of Mine returned 0.5 at once"),
+        (
+            "async def messages(self, problem): return []",
+            "messages of Mine is asynchronous: write `def messages` without `async`",
+        ),
     ],
 )
-def test_a_forgotten_async_is_one_line(
-    stack: Stack, shared_inference: str, tmp_path: Path, method: str, rest: str, line: str
+def test_a_forgotten_or_needless_async_is_one_line(
+    stack: Stack, shared_inference: str, tmp_path: Path, method: str, line: str
 ) -> None:
     stack.use_inference(shared_inference)
     script = tmp_path / "mine_server.py"
     script.write_text(
         "from environments.arithmetic_server import ArithmeticEnv\n\n\n"
-        f"class Mine(ArithmeticEnv):\n    def {method}{rest}\n\n\nMine.cli()\n"
+        f"class Mine(ArithmeticEnv):\n    {method}\n\n\nMine.cli()\n"
     )
     path = str(tmp_path / "groups.jsonl")
     flags = ("--env.total_steps", "2", "--env.data_path_to_save_groups", path)
