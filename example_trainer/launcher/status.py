@@ -228,6 +228,11 @@ def shown(value: object, missing: str, unit: str = "") -> str:
 def table(status: Status, run: Path, now: float) -> str:
     """Return the status as a table for a person."""
     if not status.rows:
+        if not run.is_dir():
+            return (
+                f"{run} is not there: pass --run with the folder of a run, or begin one there with "
+                f"scripts/start.sh{_run_option(run)}"
+            )
         return f"nothing is started in {run}"
     head = ("part", "state", "since", "process", "port", "health")
     rows = [head]
@@ -261,9 +266,8 @@ def table(status: Status, run: Path, now: float) -> str:
             "started with, or stop and start the run"
         )
     if to_resume := [row.part for row in status.rows if row.state == "down"]:
-        options = "" if run == ROOT / RUN else f" --run {shlex.quote(str(run))}"
         lines.append(
-            f"to start again what is down: scripts/start.sh{options} --resume {' '.join(to_resume)}"
+            f"to start again what is down: scripts/start.sh{_run_option(run)} --resume {' '.join(to_resume)}"
         )
     if status.page:
         lines.append(f"see the run at {status.page} (its key is {SERVICE} in {run / KEYS_FILE})")
@@ -271,6 +275,11 @@ def table(status: Status, run: Path, now: float) -> str:
         f"last error of {row.part}: {row.last_error}" for row in status.rows if row.last_error
     ]
     return "\n".join(lines)
+
+
+def _run_option(run: Path) -> str:
+    """Return the option that names the folder; empty for the folder that is the default."""
+    return "" if run == ROOT / RUN else f" --run {shlex.quote(str(run))}"
 
 
 def fleet_table(fleet: Fleet, now: float) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,18 @@ def test_what_the_page_notes_waits_and_its_files_stay_whole(
     complaints = [line for line in caplog.messages if line.startswith("the page cannot write")]
     assert len(complaints) == 2, "one line each time the disk is full"
     assert all("make room there" in line for line in complaints)
+
+
+def test_a_run_folder_that_was_removed_stays_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = ObservedFolder(tmp_path / "run" / "observed")
+    folder.write("stack.json", {"n": 1})
+    shutil.rmtree(tmp_path / "run")
+    folder.write("stack.json", {"n": 2})
+    folder.append("events", [{"n": 1}])
+    assert not (tmp_path / "run").exists()
+    assert len(caplog.messages) == 1
 
 
 class WatchedRecorder(RolloutRecorder):

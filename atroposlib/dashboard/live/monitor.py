@@ -78,7 +78,7 @@ class ObservedFolder:
             self._temporary = tempfile.TemporaryDirectory(prefix="lockstep-page-")
             path = Path(self._temporary.name)
         self.path = path
-        self._complained = False
+        self._made = self._complained = False
         self._waiting: dict[str, bytes] = {}
         """Lines that the disk refused, by name of their file; they come with later ones."""
 
@@ -107,7 +107,7 @@ class ObservedFolder:
             return
         path = self.path / f"{name}.jsonl"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
             if path.exists() and path.stat().st_size > MAX_BYTES:
                 path.replace(path.with_name(f"{name}.full.jsonl"))
             with path.open("ab", buffering=0) as file:
@@ -125,10 +125,15 @@ class ObservedFolder:
         """Write a whole file, so that a reader sees this one or the one before."""
         path, whole = self.path / name, orjson.dumps(content)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
             write_whole(path, whole)
         except OSError as error:
             self._complain(path, error, len(whole))
+
+    def _make(self) -> None:
+        """Make the folder. Its parents are made once: a run's folder that was removed stays removed."""
+        self.path.mkdir(parents=not self._made, exist_ok=True)
+        self._made = True
 
     def _put_aside(self, path: Path) -> None:
         number = 1

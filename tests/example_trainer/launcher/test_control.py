@@ -297,6 +297,10 @@ def test_a_run_whose_folder_was_removed_is_shown_and_stopped(run: Run) -> None:
         "service      ended on SIGTERM",
     ]
     assert run.records.parts() == ()
+    shutil.rmtree(run.folder)
+    shown = table(collect(run.folder), run.folder, time.time())
+    assert shown.startswith(f"{run.folder} is not there: pass --run with the folder of a run")
+    assert not run.folder.exists()
 
 
 def test_a_part_that_a_signal_has_stopped_is_not_up(run: Run) -> None:
