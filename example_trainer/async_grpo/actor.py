@@ -438,7 +438,15 @@ class RoleProcess:
 
     def _show(self, process: ManagedProcess) -> None:
         """Write the log to this process's output as it grows, until the process has ended."""
-        with self.log.open("rb") as file:
+        try:
+            file = self.log.open("rb")
+        except OSError as error:
+            logger.warning(
+                "%s: its log %s cannot be shown (%s): start the role again to see its output",
+                self._name, self.log, error.strerror,
+            )  # fmt: skip
+            return
+        with file:
             file.seek(0, os.SEEK_END)
             while True:
                 ended = process.poll() is not None

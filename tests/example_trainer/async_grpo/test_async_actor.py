@@ -182,3 +182,16 @@ def test_of_what_ray_says_is_kept_what_tells_the_cause() -> None:
     failed = "The actor died because of an error raised in its creation task, ray::trainer\n  File a\nModuleNotFoundError: x\n"
     assert first_line(ValueError(failed)) == "its actor could not be made: ModuleNotFoundError: x"
     assert first_line(ValueError()) == "ValueError"
+
+
+def test_a_log_that_is_removed_before_it_is_shown_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    role = RoleProcess("role", str(tmp_path))
+    role.check(NodeNeeds(str(tmp_path), "mark"))
+    role.start(Launch((PYTHON, "-c", "pass")), 2.0, False)
+    assert role._process is not None
+    role.log.unlink()
+    role._show(role._process)
+    assert f"role: its log {role.log} cannot be shown (No such file or directory)" in caplog.text
+    role.stop()
