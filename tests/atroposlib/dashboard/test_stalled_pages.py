@@ -107,7 +107,7 @@ async def test_each_asks_anew_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_two_hundred_that_read_nothing(tmp_path: Path) -> None:
-    flags = ("--store", "memory", "--run-folder", str(tmp_path), "--request-timeout", "5")
+    flags = ("--store", "memory", "--run-folder", str(tmp_path), "--request-timeout", "15")
     service = Service(tmp_path, *flags).start()
     figures = tmp_path / "trainer"
     figures.mkdir()

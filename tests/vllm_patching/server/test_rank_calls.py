@@ -45,6 +45,8 @@ class EngineCore:
             {VERIFY_AND_RESUME, CAN_VERIFY_AND_RESUME},
         )
         self.background: set[asyncio.Task[Any]] = set()
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         if self.dead:
@@ -64,6 +66,7 @@ class EngineCore:
         self, method: str, expected: list[str], version: int, deadline: float
     ) -> dict[str, Any]:
         await asyncio.sleep(self.late)
+        await self.goes_on.wait()
         fits = [self.held] == expected and (time.monotonic() < deadline or not self.obeys_deadline)
         self.paused = not fits
         answers = [{"tp_rank": 0, "checksum": self.held, "not_finite": ""}]
@@ -137,7 +140,8 @@ async def test_an_engine_that_does_not_even_stop_says_later_when_it_went_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_calls, "_STOP_SECONDS", TIMEOUT / 2)
-    core, late = EngineCore(late=3 * TIMEOUT, obeys_deadline=False), []
+    core, late = EngineCore(obeys_deadline=False), []
+    core.goes_on.clear()
     begun = time.monotonic()
     with pytest.raises(
         BridgeRefusal, match=r"vLLM's workers did not answer lockstep_check within 0\.2 s"
@@ -145,6 +149,7 @@ async def test_an_engine_that_does_not_even_stop_says_later_when_it_went_on(
         await ask(core, late)
     assert refusal.value.status == 504
     assert not late
+    core.goes_on.set()
     await asyncio.gather(*core.background)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
