@@ -14,7 +14,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -495,6 +495,15 @@ def learning_rate_factor(
     return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+def decays(name: str, dimensions: int) -> bool:
+    """Return whether weight decay acts on a parameter: on matrices, but not on norms and biases.
+
+    Some models stack the biases of their experts, or the norms of their heads, in a matrix.
+    """
+    module, _, kind = name.rpartition(".")
+    return dimensions >= 2 and not kind.endswith("bias") and "norm" not in module.rpartition(".")[2]
+
+
 @dataclass(frozen=True)
 class StepReport:
     """The outcome of one update.
@@ -737,12 +746,14 @@ class MasterAdamW:
 
         def work(pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]) -> None:
             found = [piece.of(gradients[piece.name]) for piece in pieces]
+            decayed = [decays(piece.name, len(piece.shape)) for piece in pieces]
             if len(state) == len(FLOAT32_KINDS):
-                self._adamw(found, state, lr, divisor)
+                self._adamw(found, state, decayed, lr, divisor)
             else:
-                on_device = rates.tensor(self.device)
+                on_device, still = rates.tensor(self.device), replace(rates, weight_decay=0.0)
                 for number, gradient in enumerate(found):
-                    adamw_8bit([kind[number] for kind in state], gradient, rates, on_device)
+                    own = rates if decayed[number] else still
+                    adamw_8bit([kind[number] for kind in state], gradient, own, on_device)
             norms = torch.stack(torch._foreach_norm(list(state[0]))).double()
             where = torch.tensor([numbers[piece.name] for piece in pieces])
             squares.index_add_(0, where.to(self.device, non_blocking=True), norms.square())
@@ -755,6 +766,7 @@ class MasterAdamW:
         self,
         gradients: Sequence[Tensor],
         state: Sequence[Sequence[Tensor]],
+        decayed: Sequence[bool],
         lr: float,
         divisor: float | None,
     ) -> None:
@@ -764,12 +776,8 @@ class MasterAdamW:
         scale = None
         if divisor is not None:
             scale = torch.tensor(divisor, dtype=torch.float32, device=self.device)
-        for matrices in (True, False):
-            chosen = [
-                number
-                for number, gradient in enumerate(gradients)
-                if (gradient.dim() >= 2) == matrices
-            ]
+        for shrinks in (True, False):
+            chosen = [number for number, one in enumerate(decayed) if one == shrinks]
             if not chosen:
                 continue
             masters, first, second = ([kind[number] for number in chosen] for kind in state)
@@ -786,7 +794,7 @@ class MasterAdamW:
                 beta1=self._betas[0],
                 beta2=self._betas[1],
                 lr=lr,
-                weight_decay=self._weight_decay if matrices else 0.0,
+                weight_decay=self._weight_decay if shrinks else 0.0,
                 eps=self._eps,
                 maximize=False,
             )

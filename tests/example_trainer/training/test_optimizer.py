@@ -52,6 +52,29 @@ def shapes_of(state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in state.items()}
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+def test_decay_acts_on_matrices_alone(in_8_bits: bool, offload: bool) -> None:
+    """Biases of experts are stacked in a matrix, and so are norms of heads."""
+    net = nn.Module()
+    for name, module, shape in (
+        ("experts", "weight", (2, 16, 256)),
+        ("experts", "down_proj_bias", (16, 256)),
+        ("q_norm", "weight", (16, 256)),
+        ("embed", "weight", (16, 256)),
+        ("linear", "bias", (256,)),
+    ):
+        owner = getattr(net, name, nn.Module())
+        net.add_module(name, owner)
+        owner.register_parameter(module, nn.Parameter(torch.ones(shape)))
+    optimizer = MasterAdamW(net, lr=0.5, weight_decay=0.2, in_8_bits=in_8_bits, offload=offload)
+    sum(parameter.sum() * 0.0 for parameter in net.parameters()).backward()
+    optimizer.step()
+    shrunk = {name for name, master in optimizer.masters.items() if not (master == 1).all()}
+    assert shrunk == {"experts.weight", "embed.weight"}
+    assert optimizer.masters["embed.weight"][0, 0] == pytest.approx(0.9)
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.floats(1e-4, 1e-1), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.05, 10.0]))
 def test_equals_torch_adamw(lr: float, weight_decay: float, max_grad_norm: float) -> None:
