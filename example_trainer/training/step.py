@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import threading
 from collections import Counter
@@ -258,6 +259,10 @@ class BatchGradients:
         """
         # All that is asked of the device is asked for here, where its want can be survived; nothing
         # once an update is taken.
+        if self._config.lora_dropout:
+            # A run that is resumed here drops the same inputs.
+            name = f"{self._config.seed} {self._optimizer.updates}".encode()
+            torch.manual_seed(int.from_bytes(hashlib.sha256(name).digest()[:7]))
         if number == 0:
             self._known = [[_Known(one.sequence) for one in bins] for bins in self._minibatches]
             figures = StepFigures(self._model.output_weight.device, self._optimizer.steps)

@@ -11,15 +11,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from example_trainer.batch.groups import parse_batch
+from example_trainer.batch.packing import pack_batch
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.process import StopSignal
 from example_trainer.training.checkpoints import checkpoint_prefix, load_state, make_checkpoints
 from example_trainer.training.model import make_model
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
 from example_trainer.training.runs import Start, choose_start
+from example_trainer.training.step import guarded_step, make_objective
 
 CPU = torch.device("cpu")
 
@@ -110,6 +114,34 @@ def test_stopping_and_resuming_gives_the_adapters_of_one_run(config: TrainerConf
         whole.named_parameters(), resumed.named_parameters(), strict=True
     ):
         assert torch.equal(one, two), name
+
+
+def test_a_resumed_run_drops_the_same_inputs(config: TrainerConfig) -> None:
+    config = config.model_copy(update={"lora_dropout": 0.5})
+    group = {
+        "tokens": [[1, 2, 3, 4, 5], [1, 2, 6, 7, 8]],
+        "masks": [[-100, -100, 3, 4, 5], [-100, -100, 6, 7, 8]],
+        "scores": [0.0, 1.0],
+    }
+    batch, rules = parse_batch([group], 16, 13), {"normalisation": "token", "max_tokens": 16}
+    bins = pack_batch(batch, tokens_per_bin=64, ranks=1, share_prefixes=True, **rules)
+
+    def steps(model: Decoder, optimizer: MasterAdamW, until: int) -> None:
+        while optimizer.steps < until:
+            minibatches = [shares[0] for shares in bins]
+            objective, stop = make_objective(config), StopSignal()
+            guarded_step(model, optimizer, minibatches, config, objective, stop)
+            optimizer.write_weights()
+
+    whole, whole_optimizer = begin(config, newest(config))
+    steps(whole, whole_optimizer, 3)
+    model, optimizer = begin(config, newest(config))
+    steps(model, optimizer, 2)
+    save(config, model, optimizer)
+    resumed, resumed_optimizer = begin(config, newest(config))
+    steps(resumed, resumed_optimizer, 3)
+    for name, one in whole_optimizer.masters.items():
+        assert torch.equal(one, resumed_optimizer.masters[name]), name
 
 
 def test_a_checkpoint_is_small_and_holds_only_the_adapters(config: TrainerConfig) -> None:
