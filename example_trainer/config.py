@@ -206,8 +206,15 @@ class OptimizerOptions(Section):
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW: decay of the second moment")
-    adam_eps: float = Field(1e-8, gt=0, description="AdamW: added to the root of the second moment")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW: decay of matrices")
+    adam_eps: float = Field(
+        1e-8,
+        gt=0,
+        allow_inf_nan=False,
+        description="AdamW: added to the root of the second moment",
+    )
+    weight_decay: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="AdamW: decay of matrices"
+    )
     max_grad_norm: float = Field(
         1.0, ge=0, description="gradients are scaled down to this global norm; 0: never"
     )

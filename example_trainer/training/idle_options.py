@@ -32,6 +32,11 @@ def idle_options(config: TrainerConfig, objective: Objective) -> list[str]:
             f"--kl-coef is {config.kl_coef:g}",
             ("kl_in", "reference_model", "ref_logprobs_from_workers"),
         ),
+        (
+            config.lora is None,
+            f"--weight-bridge-mode is {config.weight_bridge_mode}",
+            ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+        ),
         (not config.distill_coef, f"--distill-coef is {config.distill_coef:g}", ("distill_in",)),
         (
             not penalises,

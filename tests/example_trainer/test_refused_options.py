@@ -95,6 +95,8 @@ REFUSED = {
         "--dual-clip has no part in --loss gspo, which has --clip-eps and --clip-eps-high; leave"
     ),
     "--clip-eps 1.5": "--clip-eps '1.5': input should be less than or equal to 1",
+    "--adam-eps inf": "--adam-eps 'inf': input should be a finite number",
+    "--weight-decay inf": "--weight-decay 'inf': input should be a finite number",
     "--clip-eps-high inf": "--clip-eps-high 'inf': input should be a finite number",
     "--sequence-kl-limit inf": "--sequence-kl-limit 'inf': input should be a finite number",
     "--dual-clip 1": "--dual-clip '1': input should be greater than 1",

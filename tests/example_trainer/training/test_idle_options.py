@@ -33,6 +33,8 @@ def told(words: str) -> list[str]:
         ("--kl-coef 0 --ref-logprobs-from-workers", "--ref-logprobs-from-workers True does nothing: --kl-coef is 0"),
         ("--distill-in loss --distill-coef 0", "--distill-in loss does nothing: --distill-coef is 0"),
         ("--advantages batch --advantage-beta 0.2", "--advantage-beta 0.2 does nothing: --advantages is batch"),
+        ("--lora-r 8 --lora-dropout 0.1",
+         "--lora-r 8 and --lora-dropout 0.1 do nothing: --weight-bridge-mode is none"),
         ("--clip-eps 0.1", "--clip-eps 0.1 does nothing: with --correction token_truncate and one update of a batch the "),
         ("--loss dual_clip --dual-clip 4 --clip-eps-high 0.3 --correction sequence_mask",
          "--clip-eps-high 0.3 and --dual-clip 4.0 do nothing: with --correction sequence_mask and one update of a batch "),
@@ -49,6 +51,7 @@ def test_what_does_nothing_is_told_with_what_switches_it_off(words: str, note: s
     "words",
     [
         "",
+        "--weight-bridge-mode lora_only --lora-r 8",
         "--loss dapo",  # a bound of the method's own is not asked for
         "--clip-eps 0.1 --minibatches 2",
         "--advantages exponential --advantage-beta 0.2",
