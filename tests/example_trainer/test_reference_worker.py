@@ -177,7 +177,7 @@ def test_a_service_that_is_away_is_waited_for_and_no_longer_than_its_deadline(
     away, _, _ = worker_of({LEASE: [503]}, timeout=0.3)
     with pytest.raises(
         RolloutServiceError,
-        match=r"POST /reference/lease: answered 503 .* for \d s, giving up; .*--service-timeout",
+        match=r"POST /reference/lease: answered 503 .* for \d+ s, giving up; .*--service-timeout",
     ):
         away.work(away.service.stop)
 

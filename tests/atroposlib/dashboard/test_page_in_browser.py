@@ -147,7 +147,12 @@ def test_who_comes_from_another_page_is_sent_to_no_other_host(
 
 def test_a_session_ends_and_says_so(tmp_path: Path, visit: Callable[..., Visit]) -> None:
     service = Service(
-        tmp_path, "--store", "memory", "--ui-session-seconds", "3", environ={"ROLLOUT_API_KEY": KEY}
+        tmp_path,
+        "--store",
+        "memory",
+        "--ui-session-seconds",
+        "10",
+        environ={"ROLLOUT_API_KEY": KEY},
     ).start()
     try:
         guest = visit(f"http://127.0.0.1:{service.port}")

@@ -124,7 +124,7 @@ def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(
     (fleet.folder / f"quarantine-{fleet.ports[2]}").touch()
     fleet.until(lambda: not collect(fleet.folder).good, "the quarantine does not show")
     with pytest.raises(LauncherError) as caught:
-        fleet.roll("vllm", seconds=5.0)  # the others must show within that, too
+        fleet.roll("vllm", seconds=15.0)  # the others must show within that, too
     assert "stopped at vllm; restarted before: none; not touched: none" in str(caught.value)
     assert "before vllm is stopped, vllm-3 must serve within" in str(caught.value)
     assert fleet.pids() == after

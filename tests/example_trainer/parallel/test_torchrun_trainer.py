@@ -173,7 +173,7 @@ def test_what_rank_0_finds_wrong_ends_every_rank_with_one_line(
     ]
     assert len(errors) == 2
     # On a slow machine the trainer may still be reporting its step when the service ends.
-    silence = re.compile(r"(GET|POST) /[a-z/-]+: .* for 2 s, giving up; .*--service-timeout")
+    silence = re.compile(r"(GET|POST) /[a-z/-]+: .* for \d+ s, giving up; .*--service-timeout")
     assert [line for line in errors if not silence.search(line)] == []
     assert (
         sum(

@@ -32,15 +32,15 @@ def test_they_wait_until_they_are_released() -> None:
     async def run() -> None:
         engine = engine_with(1, 2, 3)
         held = HeldOutputs(engine)
-        assert await fetched(engine, 5) == 1
+        assert await fetched(engine, 60) == 1
         held.hold(60)
-        task = asyncio.create_task(fetched(engine, 5))
+        task = asyncio.create_task(fetched(engine, 60))
         for _ in range(20):
             await asyncio.sleep(0)
         assert not task.done()
         held.release()
         assert await task == 2
-        assert await fetched(engine, 5) == 3
+        assert await fetched(engine, 60) == 3
 
     asyncio.run(run())
 
@@ -49,7 +49,7 @@ def test_they_wait_no_longer_than_was_said() -> None:
     async def run() -> None:
         engine = engine_with(1)
         HeldOutputs(engine).hold(0.05)
-        assert await fetched(engine, 5) == 1
+        assert await fetched(engine, 60) == 1
 
     asyncio.run(run())
 
@@ -72,7 +72,7 @@ def test_an_engine_that_has_died_says_so_at_once() -> None:
         engine = engine_with(RuntimeError("EngineCore died"))
         HeldOutputs(engine).hold(60)
         with pytest.raises(RuntimeError, match="died"):
-            await fetched(engine, 5)
+            await fetched(engine, 60)
 
     asyncio.run(run())
 
