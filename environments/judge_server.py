@@ -48,7 +48,7 @@ MAX_ANSWER = 20_000
 """Characters of an answer that the judge is shown."""
 RUBRIC = "Is it right, does it do what was asked, and is it said clearly and without padding?"
 SCORE_LINE = re.compile(
-    r"^[\s*_#>`-]*(?:(?:final|overall|total)[ \t]+)?score(?:[ \t*_`]*[:：=]|[ \t*_]+(?=-?\d))(.*)$",
+    r"^[\s*_#>`-]*(?:(?:final|overall|total)[ \t]+)?score(?:[ \t*_`]*[:：=]|[ \t*_]+[-–—][ \t*_]+(?=\d)|[ \t*_]+(?=-?\d))(.*)$",
     re.IGNORECASE | re.MULTILINE,
 )
 SCORE = re.compile(

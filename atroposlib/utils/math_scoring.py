@@ -35,7 +35,7 @@ from atroposlib.utils.processes import ChildDied, KillableCalls
 # - `\boxed 5`, without braces, holds everything up to the next space or `$`, without punctuation
 #   behind it.
 # - A box inside a box counts as its content.
-# - The last box is the answer. Several boxes that only `,`, `;`, "and" or "or" separate are one list.
+# - The last box that is not empty is the answer. Several boxes that only `,`, `;`, "and" or "or" separate are one list.
 # - If the last box is never closed, the response was cut off and has no answer.
 #
 # Every function reads a text once, from left to right, so that megabytes of open braces cost no more
@@ -115,7 +115,7 @@ def boxed_contents(text: str) -> list[str | None]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the answer that the last box gives, without surrounding space; None without an answer.
+    r"""Return the answer of the last box that is not empty; None without an answer.
 
     >>> last_boxed(r"first \boxed{1}, then \boxed{7}"), last_boxed(r"\boxed{1} and \boxed{7}")
     ('7', '1, 7')
@@ -123,6 +123,10 @@ def last_boxed(text: str) -> str | None:
     """
     boxes = find_boxes(text)
     outermost = _outermost(boxes)
+    while len(outermost) > 1 and boxes[outermost[-1]].end is not None:
+        if _innermost_content(text, boxes, outermost[-1]):
+            break
+        outermost.pop()
     if not outermost or boxes[outermost[-1]].end is None:
         return None
     answers = [_innermost_content(text, boxes, outermost[-1])]
@@ -189,6 +193,8 @@ _CHARACTERS = str.maketrans(
         "¢": r"\text{ cents}",
         "％": r"\%",
         "’": "'",
+        "′": "'",
+        "″": "''",
         "⟨": "(",
         "⟩": ")",
     }
@@ -209,9 +215,10 @@ _RAISED = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _WHOLE_TEXT = re.compile(rf"{TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
 _SHORT_UNITS = r"cm|mm|km|kg|mg|ml|mL|lb|oz|ft|yd|mi|hr|in|m/s|km/h|[AaPp]\.?[Mm]"
-_FUNCTIONS = r"(?:(?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|ln|log|exp)(?![A-Za-z])"
+_FUNCTIONS = r"(?:(?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|cis|ln|log|exp)(?![A-Za-z])"
 _CALLED = rf"{_FUNCTIONS}(?=\s*(?:[\\([{{|^_\d]|[A-Za-z](?![A-Za-z])|{_FUNCTIONS}))"
 """A function with an argument: the `sec` of `5 sec` is a unit."""
+_INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
 _SMALL_POWER = r"(?:\^\s*(?:\d|\{\s*\d\s*\}))?"
 _IN_DEGREES = r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})"
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -271,7 +278,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
         (
-            rf"\\operatorname\s*\{{\s*({_FUNCTIONS})\s*\}}"
+            rf"(?:\\operatorname\s*\{{|{TEXT_COMMAND}\s*\{{(?=\s*cis))\s*({_FUNCTIONS})\s*\}}"
             rf"|(?<![A-Za-z\\])(?<!text\{{)(?<!thrm\{{)({_CALLED}|pi(?![A-Za-z]))",
             r"\\\1\2 ",
         ),
@@ -289,8 +296,14 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (
-            rf"(\\(?:sin|cos|tan|cot|sec|csc)\s*{_SMALL_POWER})\s*(?:{_IN_DEGREES}|\(\s*{_IN_DEGREES}\s*\))",
+            rf"(\\(?:sin|cos|tan|cot|sec|csc|cis)\s*{_SMALL_POWER})\s*(?:{_IN_DEGREES}|\(\s*{_IN_DEGREES}\s*\))",
             r"\1(\\frac{\2\3\\pi}{180})",
+        ),
+        (r"\\cis\s*(\((?:[^()]|\([^()]*\))*\)|[^()+,;\]]+)", r"e^{i\1}"),
+        (
+            rf"(?:\{{\s*\}}|(?<![\w)}}\]]))\s*[_^]\s*{_INDEX}\s*(?:\\(?:text|mathrm)\s*\{{\s*C\s*\}}|C)"
+            rf"\s*_\s*{_INDEX}",
+            r"(\\binom{\1\2}{\3\4})",
         ),
         (r"(?:USD|EUR|GBP|Rs\.?)\s*(?=[\d.])|US\s*(?=\\?\$)", ""),
         (r"[€£¥₹]|\\?\$|\\(?:textdollar|texteuro|euro|pounds)(?![A-Za-z])", ""),
@@ -319,6 +332,9 @@ _WRAPPERS = tuple(
         r"(.+?)(?:\s*(?<!\\)[;,:]|(?<!\.)\.)",
     )
 )
+_BRACKETED = re.compile(
+    r"([\[\]])((?:(?!\\c[au]p)[^\[\]()])*\w\s*[,;](?:(?!\\c[au]p)[^\[\]()])+)([\[\]])"
+)
 _GROUPED = re.compile(r"([+-]?\d{1,3})((?:,\d{3})+)(?=(?:\.\d+)?\s*\\?%)")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(
@@ -331,7 +347,7 @@ _BOTH_SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _DEGREES = re.compile(r"(?<=\d)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})$")
 _EXPONENT = re.compile(r"\^\s*(?:\{([^{}]*)\}|(\d?\.\d+))")
 _SHORT_DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d{1,4})(?![\d.])")
-_REPEATING_DOTS = re.compile(r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?|(?<=\.)\((\d+)\)")
+_REPEATING_DOTS = re.compile(r"(\.\d*)(?:\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?|\((\d+)\))")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _POWER = r"(?:\s*\^\s*\{?-?\d\}?)?"
 _UNIT_IN_TEXT = rf"{TEXT_COMMAND}\s*\{{(?:[^{{}}\d]|\^\s*(?:\{{-?\d\}}|-?\d))*\}}"
@@ -384,7 +400,7 @@ _DATES = (
 )
 _RATIO_SIGN = re.compile(rf"(?::|\bto\b|{TEXT_COMMAND}\s*\{{\s*to\s*\}})")
 _RATIO_PART = re.compile(r"\d{1,20}(?:\.\d{1,20})?")
-_PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%")
+_PERCENT = re.compile(r"(.*[^\s\\%])\s*\\?%")
 _QUANTITY = r"([+-]?\d+(?:\.\d+)?)\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)"
 _QUANTITIES = re.compile(rf"(?:\s*{_QUANTITY}){{2,}}\s*")
 _BETWEEN_QUANTITIES = re.compile(rf"{TEXT_COMMAND}|[{{}}~,;]|\\[ ,;]|\band\b")
@@ -401,10 +417,18 @@ _LONE_CHOICE = re.compile(r"[A-J]")
 _CAPITALISED = re.compile(r"[A-Z][a-z]{2,}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
 _SAME_WORDS = {"dne": "does not exist"}
-_NUMBER_WORDS = """
+_UP_TO_NINETEEN = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
-    sixteen seventeen eighteen nineteen twenty
+    sixteen seventeen eighteen nineteen
     """.split()  # noqa: SIM905
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
+_NUMBER_WORDS = {word: number for number, word in enumerate(_UP_TO_NINETEEN)} | {
+    f"{word} {unit}".removesuffix(" zero"): 10 * ten + number
+    for ten, word in enumerate(_TENS, 2)
+    for number, unit in enumerate(_UP_TO_NINETEEN[:10])
+}
+_PARTS = "half third fourth fifth sixth seventh eighth ninth tenth".split()  # noqa: SIM905
+_DENOMINATORS = {word: number for number, word in enumerate(_PARTS, 2)} | {"quarter": 4}
 _LONG_WORD = re.compile(r"[A-Za-z]{4,}")
 
 
@@ -419,11 +443,16 @@ def spelled(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = _SCALED.sub(_scale, text)
     text = _EXPONENT.sub(_exact, text)
-    text = _REPEATING_DOTS.sub(r"\\overline{\1\2\3\4}", text)
+    text = _REPEATING_DOTS.sub(r"\1\\overline{\2\3\4\5}", text)
+    text = _BRACKETED.sub(
+        lambda found: f"{found[1].replace(']', '(')}{found[2]}{found[3].replace('[', ')')}", text
+    )
     text = _without_units(_unwrapped(_REPEATING.sub(_fraction, text)))
     if grouped := _GROUPED.match(text):
         text = grouped[1] + grouped[2].replace(",", "") + text[grouped.end() :]
-    return _unwrapped(text)
+    text = _unwrapped(text)
+    number = _number_in_words(text)
+    return text if number is None else str(number)
 
 
 def _in_plain_characters(text: str) -> str:
@@ -573,6 +602,49 @@ def words_of(text: str) -> str | None:
         text = text.removesuffix("s")
     names = sorted(re.split(r"\s+and\s+", text))
     return _SAME_WORDS.get(text, " and ".join(names))
+
+
+def _number_in_words(text: str) -> Fraction | None:
+    r"""Return the number that words give, such as `\text{one hundred five}`; None for other text.
+
+    >>> _number_in_words("two and a half"), _number_in_words("Three-fourths"), _number_in_words("a")
+    (Fraction(5, 2), Fraction(3, 4), None)
+    """
+    whole = _WHOLE_TEXT.fullmatch(text)
+    words = " ".join((whole[1] if whole else text).lower().replace("-", " ").split())
+    if not re.search("[a-z]{3}", words):
+        return None
+    number, joined, rest = words.rpartition(" and ")
+    part = _part_in_words(rest)
+    if part is not None and not joined:
+        return part
+    count = _whole_in_words(number if part is not None and part < 1 else words)
+    return None if count is None else count + (part or 0 if joined else 0)
+
+
+def _part_in_words(words: str) -> Fraction | None:
+    """Return the fraction that `three fourths` or `a half` gives; None for other words."""
+    count, _, name = words.rpartition(" ")
+    above = Fraction(1) if count in ("", "a", "one") else _whole_in_words(count)
+    singular = name.replace("halves", "halfs").removesuffix("" if above == 1 else "s")
+    below = _DENOMINATORS.get(singular)
+    if above is None or below is None or (above != 1 and singular == name):
+        return None
+    return above / below if count or name == "half" else None
+
+
+def _whole_in_words(words: str) -> Fraction | None:
+    """Return the whole number that words or digits give; None for other words."""
+    for scale, power in reversed(_SCALES.items()):
+        before, found, behind = words.partition(f" {scale}")
+        if found:
+            count = _whole_in_words(before)
+            rest = _whole_in_words(behind.strip().removeprefix("and ") or "zero")
+            if not count or rest is None or rest >= 10**power:
+                return None
+            return count * 10**power + rest
+    number = int(words) if words.isascii() and words.isdigit() else _NUMBER_WORDS.get(words)
+    return None if number is None else Fraction(number)
 
 
 def _are_texts(one: str, other: str) -> bool:
@@ -782,8 +854,6 @@ def _compare_amounts(gold: str, answer: str) -> bool | None:
 
 def _as_spelled_number(text: str) -> Decimal | None:
     symbol = _UNIT_AS_SYMBOL.fullmatch(text)
-    if (word := words_of(text)) in _NUMBER_WORDS:
-        return Decimal(_NUMBER_WORDS.index(word))
     return as_number(plain_number(symbol[1] if symbol else text))
 
 
@@ -849,7 +919,7 @@ _VECTOR = re.compile(
 )
 _TUPLE = re.compile(r"\(.*,.*\)", re.DOTALL)
 _ONE_TUPLE = re.compile(r"\((?:(?!\\[{}])[^()\[\]])*,(?:(?!\\[{}])[^()\[\]])*\)")
-_PRIME = re.compile(r"(?<=[A-Za-z)'])'|\\prime(?![A-Za-z])")
+_PRIME = re.compile(r"(?<=[\w)}'])'(?!\d{3}(?!\d))|\"|\\prime(?![A-Za-z])")
 _SET = re.compile(r"\\\{[^()]*,[^()]*\\\}")
 _LIST = re.compile(r"(?!.*\\(?:\{|begin|pm|mp))[^()\[\]|<>=]*,[^()\[\]|<>=]*")
 _BETWEEN_VALUES = re.compile(rf"(?:[,;]|\band\b|{TEXT_COMMAND}\s*\{{\s*and\s*\}})")
@@ -1012,8 +1082,40 @@ def _equal_expressions(gold: str, answer: str) -> bool:
         [_with_imaginary_unit(_united(value, text)) for value in values]
         for values, text in ((expected, gold), (parsed, answer))
     )
+    if not _is_equation(expected[0]) and _leaves_unsolved(parsed[0]):
+        return False
     equal = verify(expected, parsed, timeout_seconds=PARSE_SECONDS, allow_set_relation_comp=True)
     return bool(equal) and not _are_small_and_differ(expected[0], parsed[0])
+
+
+def _is_equation(value: Any) -> bool:
+    from sympy import And, Eq
+
+    return isinstance(value, Eq) or (isinstance(value, And) and value.has(Eq))
+
+
+def _leaves_unsolved(value: Any) -> bool:
+    """Return whether an answer is an equation whose right side is not its solution.
+
+    That is so for `x^2=5` or `2x=5`, and for the false `4=5`. A sum such as `m+n=5`, and a function
+    such as `f(x)=5`, name a value.
+    """
+    from sympy import Abs, And, Eq, FiniteSet
+    from sympy.core.function import AppliedUndef
+
+    if isinstance(value, FiniteSet):
+        return any(_leaves_unsolved(each) for each in value)
+    equations = value._unsorted_args if isinstance(value, And) else [value]
+    if not all(isinstance(each, Eq) for each in equations):
+        return False
+    for each in equations:
+        if each.lhs.is_number and each.rhs.is_number:
+            left, right = (complex(side.evalf()) for side in (each.lhs, each.rhs))
+            if abs(left - right) > SMALL * max(abs(left), abs(right)):
+                return True
+    named = equations[0].lhs
+    is_formula = named.is_Add or named.is_Mul or named.is_Pow or isinstance(named, Abs)
+    return is_formula and len(named.free_symbols) == 1 and not named.has(AppliedUndef)
 
 
 def _united(value: Any, text: str) -> Any:

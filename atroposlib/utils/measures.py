@@ -2,6 +2,9 @@
 
 Two amounts of one dimension are comparable: `36 km/h` is `10 m/s`. Two amounts of other dimensions
 are never equal: `5 cm^2` is not `5 cm`.
+
+The library `pint` cannot replace the tables. It reads `3 bags` as an amount, equates 5% with 0.05,
+and has no currencies.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ _SIZES: dict[str, dict[str, int | str]] = {
         "lb": "45359237/100000", "pound": "45359237/100000", "oz": "45359237/1600000",
         "ounce": "45359237/1600000"},
     "degree": {"degree": 1},
+    "percent": {"percent": 1},
     "celsius": {"celsius": 1},
     "fahrenheit": {"fahrenheit": 1},
     "radian": {"radian": 1, "rad": 1},
@@ -89,6 +93,11 @@ _UNSPACED = re.compile(rf"{TEXT_COMMAND}|\\(?:left|right|displaystyle)(?![A-Za-z
 _SPACE = re.compile(r"\\[,;: ]|\\q?quad(?![A-Za-z])|[\s~]+|\\cdot(?=\s*\{?\s*[A-Za-z])")
 _DEGREES = re.compile(
     r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})\s*\{?\s*(?:([CF])(?![A-Za-z]))?"
+)
+_SIGNS = (
+    (r"\\?%|\bper cent\b", " percent"),
+    (r"(?<=[\d}])\s*(?:''|\")", " inch "),
+    (r"(?<=[\d}])\s*'", " foot "),
 )
 _DEGREE_WORDS = re.compile(r"\bdegrees?\s+(celsius|fahrenheit|[CF](?![A-Za-z]))", re.IGNORECASE)
 _SCALE_NAMES = {"": "degree", "c": "celsius", "f": "fahrenheit"}
@@ -180,6 +189,8 @@ def _plain(text: str) -> str:
     text = _SPACE.sub(" ", _UNSPACED.sub("", text))
     text = _DEGREE_WORDS.sub(lambda found: _SCALE_NAMES[found[1][0].lower()], text)
     text = _DEGREES.sub(lambda found: " " + _SCALE_NAMES[(found[1] or "").lower()], text)
+    for sign, unit in _SIGNS:
+        text = re.sub(sign, unit, text)
     text = re.sub(
         r"\b(?:USD|EUR)\s*(?=[\d.])", lambda found: {"U": "$", "E": "€"}[found[0][0]], text
     )

@@ -43,8 +43,9 @@ def final_answers(text: str) -> list[str]:
         last = last_boxed(text)
         if last is None:
             return []
-        boxed = list(dict.fromkeys(content.strip() for content in contents if content is not None))
-        if len(boxed) == 1 or last == ", ".join(boxed):
+        filled = (content.strip() for content in contents if content and content.strip())
+        boxed = list(dict.fromkeys(filled))
+        if len(boxed) <= 1 or last == ", ".join(boxed):
             return [last]
         return boxed
     for pattern in (AFTER_HASHES, IN_DOLLARS):

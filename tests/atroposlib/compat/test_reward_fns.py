@@ -161,6 +161,7 @@ ANSWERS = {
     r"<think>\boxed{4}</think> \boxed{5}": 1.0,
     r"<think>\boxed{5}</think> 6": 0.0,
     r"\boxed{5} or \boxed{5}": 1.0,
+    r"\boxed{5} (put it in \boxed{})": 1.0,
     r"\boxed{4}, no: \boxed{5}": 0.0,
     "#### 5": 1.0,
     "The answer is $5$": 1.0,

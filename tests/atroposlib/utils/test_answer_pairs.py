@@ -5,6 +5,31 @@ import pytest
 from atroposlib.utils.math_scoring import compare_plainly, equal_in_this_process, last_boxed
 
 RIGHT = {
+    "intervals with outward brackets": [
+        ("(1,2]", "]1,2]"), ("(1,2)", "]1,2["), ("[1,2)", r"\left[1,2\right["), (r"(1,\infty)", r"]1,+\infty["),
+        (r"(1,2)\cup(3,4)", "]1,2[∪]3,4["), (r"[1,2)\cup(3,4]", r"[1,2[ \cup ]3,4]"), ("[1,2],[3,4]", "[1,2],[3,4]"),
+        (r"(1,2]\cup\{3,4\}\cup[5,6)", r"(1,2] \cup \{3,4\} \cup [5,6)"),
+    ],
+    "numbers of combinations": [
+        ("10", "_5C_2"), ("10", "{}_5C_2"), ("10", "{}_{5}C_{2}"), ("10", "{}^5C_2"), ("30", r"3\cdot {}_5C_2"),
+        ("10", r"{}_5\mathrm{C}_2"), (r"\frac{5}{18}", r"\frac{{}_5C_2}{36}"),
+    ],
+    "the function cis": [
+        (r"\frac12+\frac{\sqrt3}{2}i", r"\operatorname{cis}(60^\circ)"), ("2i", "2 cis 90°"),
+        ("2i", r"2\text{ cis }\frac{\pi}{2}"), (r"\operatorname{cis} 60^\circ", r"\cos 60^\circ+i\sin 60^\circ"),
+    ],
+    "fractions and numbers in words": [
+        ("3/4", "three fourths"), ("3/4", r"\text{Three-fourths}"), ("3/4", "three quarters"), ("1/2", "half"),
+        ("1/3", "a third"), ("5/2", "two and a half"), ("3/4", "3 fourths"), ("45", "forty-five"),
+        ("150", "one hundred and fifty"), ("1205", "one thousand two hundred five"), ("2000000", "two million"),
+        ("1200", "twelve hundred"),
+    ],
+    "equations that name a value": [
+        ("18", "x=18"), ("18", "m+n=18"), ("18", "m+n=7+11=18"), ("18", "9+9=18"), ("18", "AB=18"), ("18", "|AB|=18"),
+        ("18", "f(3)=18"), ("4/5", r"\sin A=\frac45"), ("x^2=5", "x^2=5"), ("y=2x+1", "2x-y+1=0"), ("3.14", "22/7=3.14"),
+        ("1,2", "x=1, x=2"), ("x-3", "f^{-1}(x)=x-3"), ("12.57", r"4\pi=12.57"), ("18", "x=36/2=18"),
+    ],
+    "marks of feet and inches": [("70 inches", "5'10\""), ("12 inches", "12''"), ("12 ft", "12′"), ("5 ft 6 in", "5'6″")],
     "percentages with decimals": [
         (r"12.5\%", "12.5"), ("75", r"75.0\%"), (r"0.5\%", "0.5"), (r"0.5\%", "0.005"), (r"150\%", "1.5"),
         (r"12\frac{1}{2}\%", "12.5"), (r"33\frac{1}{3}\%", r"\frac{1}{3}"), (r"25\%", r"\frac14"), ("25%", "25 per cent"),
@@ -129,10 +154,38 @@ RIGHT = {
     "other commands": [
         ("1/2", r"\sfrac{1}{2}"), ("1/2", r"\nicefrac12"), (r"5\sqrt2", "5*sqrt{2}"), (r"\lfloor x\rfloor", "⌊x⌋"),
         (r"\infty", r"\text{infinity}"), ("12/99", r"0.\dot{1}\dot{2}"),
-        ("1/3", "0.(3)"), (r"17\pmod{20}", r"x\equiv 17\pmod{20}"),
+        ("1/3", "0.(3)"), ("1/6", "0.1(6)"), ("-7/6", "-1.1(6)"), ("1/7", "0.(142857)"),
+        (r"17\pmod{20}", r"x\equiv 17\pmod{20}"),
     ],
 }  # fmt: skip
 WRONG = {
+    "equations that are to be solved": [
+        ("5", "x^2=5"), ("5", "2x=5"), ("5", "x+1=5"), ("5", "-x=5"), ("5", "|x|=5"), ("5", "1/x=5"), ("5", r"\sqrt{x}=5"),
+        ("5", r"\frac{x}{2}=5"), ("0", "x^2=0"), ("1,4", "x^2=1, x^2=4"), ("5", "(x-1)^2=5"),
+    ],
+    "false equations": [("18", "17=18"), ("18", "9+8=18"), ("0", "1=0"), ("204", "m+n=100+103=204"), ("25", "0=25")],
+    "percent for another unit": [
+        ("60°", "60%"), (r"60^\circ", r"60\%"), ("20%", "20°"), ("$5", "5%"), ("5 cm", r"5\%"), ("5 minutes", "5 percent"),
+        ("18", "18%%"), ("3", "300%%"),
+    ],
+    "marks of feet and inches": [
+        ("12", "12'"), ("12", r"12^\prime"), ("12", "12′"), ("5", "5\""), ("5", "5''"), ("5", "5″"), ("5 hours", "5'"),
+        ("5 cm", "5'"),
+        ("5 ft", "5''"), ("70", "5'10\""),
+    ],
+    "repeating decimals in parentheses": [("1/6", "0.1(7)"), ("1/6", "0.(16)"), ("0.6", "0.1(6)"), ("16", "0.1(6)")],
+    "intervals with outward brackets": [
+        ("(1,2]", "]1,2["), ("[1,2]", "]1,2["), ("[1,2]", "]1,2]"), ("(1,2)", "[1,2["), (r"(1,4)", "]1,2[∪]3,4["),
+    ],
+    "numbers of combinations": [("10", "_6C_2"), ("10", "{}_5C_1"), ("11", "{}_5C_2"), ("10", "{}_5P_2"), ("20", "2{}_6C_2")],
+    "the function cis": [
+        (r"\frac12+\frac{\sqrt3}{2}i", r"\operatorname{cis}(30^\circ)"), ("1", r"\operatorname{cis}\pi"), ("-2i", "2 cis 90°"),
+    ],
+    "fractions and numbers in words": [
+        ("3/4", "three fifths"), ("3/4", "four thirds"), ("3", "three fourths"), ("4", "three fourths"), ("25", "twenty-fifth"),
+        ("3/4", "three and fourths"), ("3", "one two"), ("3", "one and two"), ("1/3", "third"), ("25", "five twenty"),
+        ("105", "five hundred"), ("1", "a"), ("4", "twenty fifth"), ("1500", "five hundred thousand"),
+    ],
     "vectors": [
         ("(1,2)", r"\begin{pmatrix}2\\1\end{pmatrix}"), (r"\begin{pmatrix}1\\2\end{pmatrix}", "(2,1)"),
         ("(1,2)", r"\begin{pmatrix}1&3\end{pmatrix}"), ("(1,2)", r"\begin{pmatrix}1\\2\\3\end{pmatrix}"),
@@ -288,6 +341,13 @@ def test_a_wrong_answer_never_counts(gold: str, answer: str) -> None:
         "a and ",
         "**1",
         " ",
+        "]1,",
+        "_1C",
+        "cis(",
+        "one hundred ",
+        " hundred",
+        "0.1(",
+        "=1",
     ],
 )
 def test_long_answers_of_these_spellings_are_read_in_time(piece: str) -> None:
