@@ -299,6 +299,12 @@ def _check_ids(group: Group, at: list[str | int]) -> None:
                 f"from 0 to {LARGEST_ID} elsewhere"
             )
             raise _wrong_id(row, [*at, "masks", index], rule, PROMPT_MASK)
+        if not negatives and 0 in row and max(row) == 1 and row != group["tokens"][index]:
+            text = (
+                f"has only 0 and 1: write {PROMPT_MASK} where nothing is trained on, and the token "
+                "id elsewhere"
+            )
+            raise _wrong([*at, "masks", index], short(row), text)
         # Nothing predicts the first token.
         trainable = trainable or len(row) - negatives > (row[0] != PROMPT_MASK)
     if not trainable:

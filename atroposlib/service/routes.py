@@ -132,7 +132,7 @@ def query_int(request: Request, name: str) -> int | None:
         error = {
             "type": "int_parsing",
             "loc": ["query", name],
-            "msg": f"{name} must be an integer",
+            "msg": f"{name} is {text[:64]!r}: it must be an integer below 2**53 in magnitude",
             "input": text[:64],
         }
         raise InvalidRequestError([error])
@@ -434,7 +434,15 @@ async def register_env(request: Request, service: Service) -> Response:
         why = {"reason": RUN_ENDED} if service.queue.ended else {}
         return answer({"status": "wait for trainer to start"} | why)
     logger.info("environment %d registered: %s", environment.env_id, environment.wandb_name)
-    if trainer.batch_size % body.group_size:
+    if body.group_size > trainer.batch_size:
+        logger.warning(
+            "environment %s: its group_size %d is above the trainer's batch_size %d, so its whole groups "
+            "are refused. Lower group_size, or raise batch_size",
+            environment.wandb_name,
+            body.group_size,
+            trainer.batch_size,
+        )
+    elif trainer.batch_size % body.group_size:
         logger.warning(
             "environment %s: its group_size %d does not divide the trainer's batch_size %d, "
             "so its groups can only fill a batch together with others",
@@ -476,7 +484,11 @@ async def status_env(request: Request, service: Service) -> Response:
     """
     env_id, process = query_int(request, "env_id"), ""
     if env_id is None:
-        body = read(EnvStatus, await request.body())
+        text = await request.body()
+        if not text:
+            message = 'env_id is missing: send the JSON body {"env_id": 0}, or ?env_id=0'
+            raise invalid(["env_id"], None, message)
+        body = read(EnvStatus, text)
         env_id, process = body.env_id, body.process
         if body.moves is not None:
             await service.trainer_activity.wait_for_change(body.moves, body.wait)

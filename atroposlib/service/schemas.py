@@ -107,13 +107,14 @@ def refused(error: ValidationError) -> InvalidRequestError:
     errors = []
     for item in error.errors(include_url=False, include_context=False)[:20]:
         where = list(item["loc"])
-        message, value = item["msg"], None
+        message, value = item["msg"].removeprefix("Value error, "), None
         if item["type"] not in ("missing", "json_invalid"):  # their input is the whole body
             value = short(item["input"])
             if item["type"] == "float_type" and type(item["input"]) is int:
                 # No float can hold the integer.
                 message = f"Input should be less than or equal to {LARGEST_FLOAT32:g} in magnitude"
-            message = f"{path(where)} is {value!r}: {message}"
+            if where or item["type"] != "value_error":  # of several fields, which it names
+                message = f"{path(where)} is {value!r}: {message}"
         errors.append(
             {"type": item["type"], "loc": ["body", *where], "msg": message, "input": value}
         )

@@ -466,12 +466,41 @@ def test_bodies_that_do_not_validate(
     assert answer.json()["detail"][0]["loc"][:2] == ["body", field]
 
 
+def test_a_rule_of_several_fields_is_named_without_the_body(service: Service) -> None:
+    answer = service.http.post("/register", json=trainer(replay={"policy": "recent"}))
+    assert answer.json()["detail"][0]["msg"].startswith("replay 'recent' needs max_staleness")
+    answer = service.http.post("/register-env", json=environment(weight=-2))
+    assert answer.json()["detail"][0]["msg"].startswith("weight is -2: a weight is at least 0")
+
+
+def test_masks_of_0_and_1_are_refused(service: Service) -> None:
+    """A 0 would be trained on, where its client means the opposite."""
+    service.post("/register", trainer(batch_size=2))
+    group = {"tokens": [[5, 6, 7]] * 2, "masks": [[-100, 6, 7], [0, 1, 1]], "scores": [1, 0]}
+    answer = service.http.post("/scored_data", json=group)
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["msg"].startswith("masks[1] has only 0 and 1: write -100")
+    group |= {"tokens": [[5, 6, 7], [0, 1, 1]]}
+    assert service.post("/scored_data", group) == {"status": "received"}, "ids of the tokens"
+
+
+def test_a_group_size_above_the_batch_size_is_named(service: Service) -> None:
+    service.post("/register", trainer(batch_size=4))
+    service.get("/batch")
+    service.post("/register-env", environment(group_size=8))
+    assert "its group_size 8 is above the trainer's batch_size 4" in service.log.read_text()
+
+
 def test_other_mistakes(service: Service) -> None:
     assert service.http.post("/scored_data", content=b"{bad").status_code == 422
     assert service.http.get("/nope").status_code == 404
     assert service.http.get("/register").status_code == 405
     assert service.http.get("/batch", params={"received": "x"}).status_code == 422
     assert service.http.get("/evaluations", params={"after": "x"}).status_code == 422
+    without = service.http.get("/status-env").json()["detail"][0]
+    assert (without["loc"], without["msg"][:18]) == (["body", "env_id"], "env_id is missing:")
+    large = service.http.get("/status-env", params={"env_id": 2**60}).json()["detail"][0]
+    assert large["msg"].endswith("it must be an integer below 2**53 in magnitude")
 
 
 def test_metrics_and_openapi(service: Service) -> None:
