@@ -491,7 +491,10 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
             return wrong
     for index, (tokens, score) in enumerate(zip(group["tokens"], group["scores"], strict=True)):
         if not isinstance(score, float) or not math.isfinite(score):
-            return f"scores[{index}] is {score!r}, not a finite number"
+            return (
+                f"scores[{index}] is {score!r}, not a finite number: score every sequence with "
+                "one, or raise to have the rollout tried again"
+            )
         if len(tokens) == 0:
             return f"tokens[{index}] is empty"
     for name, marker in NUMBERS.items():
@@ -512,7 +515,10 @@ def _wrong_size(name: str, marker: PerSequence, entries: Any, group_size: int) -
             return None
         return f"{name!r} is not a list with an entry for each sequence"
     if len(entries) != group_size:
-        return f"{name!r} has {len(entries)} entries, the group size is {group_size}"
+        return (
+            f"{name!r} has {len(entries)} entries, the group size is {group_size}: make one for "
+            "each of group_size sequences, or return None to give the item up"
+        )
     return None
 
 

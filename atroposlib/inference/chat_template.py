@@ -375,10 +375,10 @@ IMAGES = ("image_url", "input_image", "image")
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Return messages as dicts whose contents are text.
 
-    A list of text parts becomes their text, and a missing content becomes "".
+    A list of text parts becomes their text, and null or a missing content becomes "".
 
     Args:
-        messages: dicts or OpenAI's models.
+        messages: dicts or OpenAI's models. Only an answer may lack a content.
 
     Raises:
         UsageError: a field has a form that no prompt can hold; the error names the field.
@@ -392,6 +392,9 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
     fields = _fields(message, where, "an object with role and content")
     if not isinstance(fields.get("role"), str) or not fields["role"]:
         raise UsageError(f'{where}.role is {kind(fields.get("role"))}: give a role such as "user"')
+    if fields["role"] != "assistant" and "content" not in fields:
+        names = ", ".join(sorted(map(str, fields)))
+        raise UsageError(f"{where} has no content, only {names:.80}: give its text as `content`")
     fields["content"] = content_text(fields.get("content"), f"{where}.content")
     for name in PLAIN_FIELDS:
         if not isinstance(fields.get(name), str | None):

@@ -127,14 +127,22 @@ async def awaited(returned: Awaitable[T], method: str, author: object) -> T:
         returned: the value that the call of the method returned.
 
     Raises:
-        UsageError: the method is not asynchronous.
+        UsageError: the method is not asynchronous, or an iterator in it has ended.
     """
     if not inspect.isawaitable(returned):
         raise UsageError(
             f"{method} of {type(author).__name__} returned {returned!r:.80} at once: "
             f"write `async def {method}`"
         )
-    return await returned
+    try:
+        return await returned
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, StopIteration):
+            raise
+        raise UsageError(
+            f"{method} of {type(author).__name__} raised StopIteration, as `next` does at the end "
+            "of an iterator: use `next(iterator, None)`"
+        ) from error
 
 
 def plain(returned: T, method: str, author: object) -> T:

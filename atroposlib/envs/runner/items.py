@@ -85,7 +85,7 @@ class Rollouts:
         """`group_size` responses to an item, each by the environment's `collect_trajectory`."""
         results = await gather_or_cancel(
             [
-                self.retried("collect_trajectory", lambda: self.author.collect_trajectory(item))
+                self.collected("collect_trajectory", self.author.collect_trajectory, item)
                 for _ in range(self.state.config.group_size)
             ]
         )
@@ -109,6 +109,24 @@ class Rollouts:
             )
         what = f"{self.state.config.seed} {number} {request}"
         return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "big")
+
+    async def collected(
+        self, method: str, call: Callable[[Item], Awaitable[Any]], item: Item
+    ) -> tuple[Any, list[Item] | None]:
+        """Return the result of an author's `collect_…` method, which is retried if it raises.
+
+        Raises:
+            UsageError: the result is not a pair.
+        """
+        pair = await self.retried(method, lambda: awaited(call(item), method, self.author))
+        if not (isinstance(pair, tuple | list) and len(pair) == 2) or isinstance(
+            pair[1], Mapping | str
+        ):
+            raise UsageError(
+                f"{method} of {type(self.author).__name__} returned {pair!r:.80}: return a pair, "
+                "the rollouts and a list of items for the backlog, such as `return group, []`"
+            )
+        return pair[0], pair[1]
 
     async def retried(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """See `BaseEnv.retried`."""
@@ -149,8 +167,8 @@ class Rollouts:
         numbered = _item_number.set(number)
         self.begun += 1
         try:
-            groups, backlog = await self.retried(
-                "collect_trajectories", lambda: self.author.collect_trajectories(item)
+            groups, backlog = await self.collected(
+                "collect_trajectories", self.author.collect_trajectories, item
             )
             if backlog and position is not None:
                 raise EnvironmentFailure(

@@ -70,9 +70,21 @@ def test_evaluate_writes_the_result_and_readable_samples(
             "async def messages(self, problem): return []",
             "messages of Mine is asynchronous: write `def messages` without `async`",
         ),
+        (
+            "async def get_next_item(self): return next(iter(()))",
+            "get_next_item of Mine raised StopIteration",
+        ),
+        (
+            'async def collect_trajectories(self, item): return {"tokens": [], "masks": []}',
+            "collect_trajectories of Mine returned {'tokens': [], 'masks': []}: return a pair",
+        ),
+        (
+            'async def collect_trajectories(self, item): return [{"tokens": []}, {"tokens": []}]',
+            "collect_trajectories of Mine returned [{'tokens': []}, {'tokens': []}]: return a pair",
+        ),
     ],
 )
-def test_a_forgotten_or_needless_async_is_one_line(
+def test_a_mistake_in_a_method_is_one_line(
     stack: Stack, shared_inference: str, tmp_path: Path, method: str, line: str
 ) -> None:
     stack.use_inference(shared_inference)

@@ -100,10 +100,7 @@ def test_successes_are_told_of_the_responses_that_have_one() -> None:
         "an environment's own field"
     )
     group = group_from_items([item(), item()])
-    assert (
-        wrong_shape(group | {"successes": [True]}, 2)
-        == "'successes' has 1 entries, the group size is 2"
-    )
+    assert "'successes' has 1 entries" in (wrong_shape(group | {"successes": [True]}, 2) or "")
     assert wrong_shape(group | {"successes": 0.5}, 2) is None
 
 

@@ -64,6 +64,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a part that is a number": ([asked("q"), asked([1])], "messages[1].content[0] is a number"),
     "a number": ([asked(5)], "messages[0].content is a number: give text"),
     "an object": ([asked({"text": "q"})], "messages[0].content is an object"),
+    "no content": (
+        [{"role": "user", "text": "q"}],
+        "messages[0] has no content, only role, text: give its text as `content`",
+    ),
     "no role": ([{"content": "q"}], "messages[0].role is missing"),
     "a role that is a number": ([asked("q") | {"role": 1}], "messages[0].role is a number"),
     "reasoning in a list": (
