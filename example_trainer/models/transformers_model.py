@@ -142,20 +142,21 @@ class _Parts:
             with torch.no_grad():
                 logits = self.logits(product)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise self._inseparable(" ".join(str(error).split())) from error
+            raise self.inseparable(" ".join(str(error).split())) from error
         finally:
             hook.remove()
         reached, logits = read[0].float(), logits.float()  # some classes choose a dtype themselves
         if not reached.shape == logits.shape == product.shape:
-            raise self._inseparable("its head has other rows than the tokens")
+            raise self.inseparable("its head has other rows than the tokens")
         biased = getattr(self.head, "bias", None) is not None
         scale = 1.0 if biased else float(reached[0, -1] / product[0, -1])  # it commutes otherwise
         if not torch.allclose(reached, product * scale):
-            raise self._inseparable("it changes hidden states before its head")
+            raise self.inseparable("it changes hidden states before its head")
         factor = float(logits[0, -1] / product[0, -1])
         return factor if not biased and torch.allclose(logits, product * factor) else None
 
-    def _inseparable(self, reason: str) -> ModelError:
+    def inseparable(self, reason: str) -> ModelError:
+        """Return the error for a head that does not stand apart."""
         return ModelError(
             f"transformers' {type(self._whole).__name__} makes logits in a way that cannot be "
             f"taken apart from the rest ({reason}); use another model"
@@ -201,6 +202,8 @@ class TransformersModel(Decoder):
             self.add_module(name, module)
         replace_modules(whole.get_decoder(), self.arithmetic)
         self.parts = _Parts(whole)
+        if inside := parameters(geometry).keys() - self.held_tensors().keys():
+            raise self.parts.inseparable(f"it holds {min(inside)} inside of another module")
         self.logit_factor = self.parts.factor(device)
         self._widened: list[Tensor] = []
         for name, tensor in self.held_tensors().items():

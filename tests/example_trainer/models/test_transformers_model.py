@@ -340,6 +340,12 @@ def test_a_head_with_a_bias_behind_a_change_is_refused(tmp_path: Path) -> None:
     assert "BertLMHeadModel makes logits in a way that cannot be taken apart" in refused(tmp_path)
 
 
+def test_a_head_inside_of_another_module_is_refused(tmp_path: Path) -> None:
+    config = transformers.XLMConfig(vocab_size=97, emb_dim=32, n_layers=1, n_heads=4)
+    transformers.XLMWithLMHeadModel(config).save_pretrained(tmp_path)
+    assert "it holds pred_layer.proj.bias inside of another module" in refused(tmp_path)
+
+
 def test_a_head_with_other_rows_than_the_tokens_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_decoder_layers": 1, "num_decoder_attention_heads": 4}
     keys = {"vocab_size": 97, "decoder_ffn_dim": 48, "is_decoder": True}
