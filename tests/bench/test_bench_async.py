@@ -100,7 +100,7 @@ def test_sleeping_generators_against_a_real_service(
         "--generators",
         "1",
         "--seconds",
-        "0.7",
+        "2",
         "--clients",
         "1",
         "--into",
