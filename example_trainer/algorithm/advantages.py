@@ -216,8 +216,8 @@ def exponential_advantages(scores: Sequence[float], beta: float) -> list[float]:
         One advantage per rollout. If all scores are equal, each is exactly 0.
     """
     values = np.asarray(scores, dtype=np.float64)
-    if values.size == 0:
-        return []
+    if scores_equal(values):
+        return [0.0] * len(scores)
     # A distance beyond the range of float64 becomes -inf, whose exponential is 0, as it is for a
     # large finite distance.
     with np.errstate(over="ignore", under="ignore"):

@@ -6,7 +6,8 @@ product with a matrix of P elements takes 2·P operations for each token forward
 many backward, for the gradients of its input and of itself, hence 6·P. Attention takes 2·d
 operations for a query and a key that it sees, and 2·d for the value, in each head of width d. That
 makes 12·d forward and backward. Only pairs that causal attention really has count, and the prompt
-that several responses share counts once, since it is forwarded once. The embedding is a lookup and
+that several responses share counts once, since it is forwarded once. A layer with a sliding window
+counts as one that attends to everything, so MFU is too high there. The embedding is a lookup and
 counts nothing; the output matrix counts for the trained tokens, whose logits alone are made.
 Repeated computations (gradient checkpointing, the logits of the head) do not belong to the model,
 and are not counted. Model FLOPs utilisation, MFU, is that by the time of forward, backward and

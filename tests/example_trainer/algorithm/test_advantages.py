@@ -112,6 +112,7 @@ class TestOtherBaselines:
     )
     def test_equal_scores_teach_nothing(self, name: str) -> None:
         assert find_advantages(name)([[0.1] * 7, [0.1]]) == [[0.0] * 7, [0.0]]
+        assert find_advantages(name)([[0.1 + 0.2, 0.3], [0.3]]) == [[0.0, 0.0], [0.0]]
 
     def test_by_name(self) -> None:
         batch = [[1.0, 0.0], [3.0, 3.0], [2.0]]
