@@ -104,6 +104,10 @@ def unstorable(value: Any) -> str | None:
     return None
 
 
+PLAIN = frozenset((int, float, str, type(None)))
+"""Types of values that are no boolean and hold none."""
+
+
 class StrictNumbers(BaseModel):
     """Refuse `true`, `yes` and `on` for a number, in files, flags, request bodies and Python alike."""
 
@@ -136,6 +140,8 @@ def refuse_boolean(annotation: Any, value: Any) -> None:
         if not parts or get_origin(kind) is Literal:
             continue
         if isinstance(value, list | tuple | set):
+            if PLAIN.issuperset(map(type, value)):
+                continue  # some lists hold a million numbers
             for entry in value:
                 refuse_boolean(parts[0], entry)
         elif isinstance(value, dict):

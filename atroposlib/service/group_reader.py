@@ -21,6 +21,7 @@ from typing import Any
 
 import orjson
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import from_json
 
 from atroposlib.service.records import ValidatedGroup
 from atroposlib.service.schemas import (
@@ -42,6 +43,7 @@ from atroposlib.wire import (
     NUMBERS,
     PER_SEQUENCE,
     PER_TOKEN,
+    PLAIN,
     PROMPT_MASK,
     REQUIRED,
     ScoredDataGroup,
@@ -99,6 +101,7 @@ def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
             parsed = adapter.validate_json(body)
         except ValidationError as error:
             raise refused(error) from None
+        _refuse_booleans(from_json(body), [])
     if not many:
         # A null for ref_logprobs may stand anywhere in the body, where none could be put later.
         null_reference = parsed.get("ref_logprobs", "absent") is None
@@ -110,6 +113,27 @@ def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
         _clear_empty(group)
         check_group(group, [index])
     return [_validated(group, _dump(group)) for group in parsed]
+
+
+def _refuse_booleans(value: Any, where: list[str | int]) -> None:
+    """Refuse true and false where a group has numbers; pydantic takes them for 1 and 0.
+
+    Args:
+        value: a body as it came, or a part of it.
+        where: the path of the part.
+
+    Raises:
+        InvalidRequestError: names the field, the index and the value.
+    """
+    if isinstance(value, bool):
+        rule = "a boolean is not a number: send a number such as 1 or 0.5"
+        raise _unfit(where, value, rule)
+    if isinstance(value, dict):
+        for name in (*NUMBERS, "env_id"):
+            _refuse_booleans(value.get(name), [*where, name])
+    elif isinstance(value, list) and not PLAIN.issuperset(map(type, value)):
+        for index, entry in enumerate(value):
+            _refuse_booleans(entry, [*where, index])
 
 
 def _free_values(parsed: Any, many: bool) -> Iterator[Any]:

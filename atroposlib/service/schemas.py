@@ -16,14 +16,12 @@ from pydantic import (
     Field,
     FiniteFloat,
     ValidationError,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
 from atroposlib.service.records import MAX_POSITIONS, MAX_SERVERS, Policy
 from atroposlib.web.addresses import MAX_ADDRESS_LENGTH, server_address
-from atroposlib.wire import LARGEST_FLOAT32, MAX_SESSIONS, Key, SafeInt, Version, refuse_boolean
+from atroposlib.wire import LARGEST_FLOAT32, MAX_SESSIONS, Key, SafeInt, StrictNumbers, Version
 
 MAX_REASON = 300
 """Characters of the reason for setting a batch aside."""
@@ -133,17 +131,10 @@ def read(model: type[ModelT], body: bytes) -> ModelT:
         raise refused(error) from None
 
 
-class Request(BaseModel):
+class Request(StrictNumbers):
     """A body. Unknown keys are ignored, and clients may rely on that."""
 
     model_config = ConfigDict(extra="ignore")
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool):  # lists are left alone: some hold a million numbers
-            refuse_boolean(cls.model_fields[str(info.field_name)].annotation, value)
-        return value
 
 
 class ReplayOptions(Request):
@@ -422,7 +413,7 @@ class LeaseReferences(Request):
     """Tokens of all sequences of all groups. A group that has more comes alone."""
     seconds: Annotated[FiniteFloat, Field(gt=0, le=86400)]
     """Seconds after which the groups go to another worker."""
-    follows: Annotated[list[ShortName], Field(max_length=64)] = []
+    follows: list[ShortName] = Field(default=[], max_length=64)
     """Entries of the registration's `reference` that the worker takes over. Workers without the list
     know none of NEW_ENTRIES."""
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from atroposlib.service.group_reader import RETURNED, _warn_of_another_field, read_groups
-from atroposlib.service.schemas import InvalidRequestError, RegisterEnv, RegisterTrainer, read
+from atroposlib.service.schemas import (
+    AnsweredReference,
+    InvalidRequestError,
+    PostedEvaluation,
+    RegisterEnv,
+    RegisterTrainer,
+    read,
+)
 from atroposlib.wire import PER_SEQUENCE, REQUIRED
 from tests.atroposlib.service.conftest import environment, group
 
@@ -33,6 +40,19 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
             {"tokens": [[1, 2, 3]] * 3 + [[1, 2, 2**40]]},
             ["tokens", 3, 2],
             f"is {2**40}: a token id is from 0 to 2147483647",
+        ),
+        (
+            {"tokens": [[1, True, 3]] * 4},
+            ["tokens", 0, 1],
+            "tokens[0][1] is True: a boolean is not a number",
+        ),
+        ({"masks": [[-100, 2, False]] * 4}, ["masks", 0, 2], "masks[0][2] is False: "),
+        ({"scores": [0, 1, 0, True]}, ["scores", 3], "scores[3] is True: "),
+        ({"env_id": True}, ["env_id"], "env_id is True: "),
+        (
+            {"weight_version_spans": [[[True, 2]]] * 4},
+            ["weight_version_spans", 0, 0, 0],
+            "is True: a boolean is not a number",
         ),
         ({"tokens": [[1, 2, 3.5]] * 4}, ["tokens", 0, 2], "tokens[0][2] is 3.5"),
         ({"masks": [[1, 2, 3]] * 3}, ["masks"], "masks has 3 entries for 4 sequences"),
@@ -252,6 +272,21 @@ def test_numbers_written_otherwise_are_taken_for_what_they_are(many: bool) -> No
     (draft,) = read_groups(json.dumps([sent] if many else sent).encode(), many)
     kept = json.loads(draft.body)
     assert (kept["tokens"], kept["scores"], draft.env_id) == ([[1, 2, 3]], [0.5], 7)
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "field"),
+    [
+        (PostedEvaluation, {"name": "x", "metrics": {"a": True}}, "metrics"),
+        (RegisterTrainer, {"lives": [[True, 1]]}, "lives"),
+        (AnsweredReference, {"id": 1, "ref_logprobs": [[-1.0, True]]}, "ref_logprobs"),
+    ],
+)
+def test_a_boolean_within_a_field_is_no_number(
+    model: Any, body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field}.*a boolean is not a number"):
+        read(model, json.dumps(body).encode())
 
 
 def test_the_weights_of_a_group_are_those_of_all_its_sequences() -> None:
