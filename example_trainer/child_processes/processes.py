@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +62,10 @@ def tail(path: Path, lines: int = 8, columns: int = 300, size: int = 64 * 1024) 
         if line.strip()
     ]
     return [line[:columns] for line in kept[-lines:]]
+
+
+FULL_BELOW = 1 << 16
+"""Free bytes of a disk below which it counts as full."""
 
 
 def file_size(path: Path) -> int:
@@ -172,6 +177,10 @@ class RunningProcess(ABC):
         words = self.last_words()
         if cause := first_error(self.log_path, since_last=words):
             head += f"\n    first error: {cause}"
+        folder = self.log_path.parent
+        if folder.exists() and (free := shutil.disk_usage(folder).free) < FULL_BELOW:
+            # The disk may have refused the line of the log that has the reason.
+            head += f"\n    the disk of {folder} has {free} bytes left: make room there"
         return ProcessDied(head + words)
 
     def stop(self) -> int:

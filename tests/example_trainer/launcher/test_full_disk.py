@@ -35,6 +35,17 @@ def test_a_start_in_a_full_folder_is_one_line(
     assert [path.name for path in run.rglob("*") if path.is_file()] == [".stack-lock"]
 
 
+def test_a_part_that_a_full_disk_ends_without_a_line_in_its_log_has_its_reason(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    with small_disk(tmp_path, 0.09) as disk:
+        status, said = started(disk / "run", free_port())
+    assert status == 1
+    assert "start: service exited with code 1" in said
+    assert f"the disk of {disk}/run has " in said
+    assert " bytes left: make room there" in said
+
+
 def started(run: Path, port: int) -> tuple[int, str]:
     """Start nothing but the service, in a process whose standard streams are pipes."""
     command = [
