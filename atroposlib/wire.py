@@ -105,7 +105,7 @@ def unstorable(value: Any) -> str | None:
 
 
 PLAIN = frozenset((int, float, str, type(None)))
-"""Types of values that are no boolean and hold none."""
+"""Types of values that are not booleans and hold none."""
 
 
 class StrictNumbers(BaseModel):
