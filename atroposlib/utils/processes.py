@@ -272,7 +272,7 @@ class KillableCalls:
         """
         loop = asyncio.get_running_loop()
         turns = self._turns.setdefault(loop, _Turns(self.processes))
-        for _ in range(2):
+        for is_last in (False, True):
             try:
                 async with turns.one(), self._child() as child:
                     await _ready(child, function)
@@ -280,6 +280,11 @@ class KillableCalls:
                         work = loop.run_in_executor(child, function, *arguments)
                         return await self._result(work, child)
             except BrokenProcessPool:
+                logger.warning("the child process of %s died; starting another", function.__name__)
+            except StartFailed as error:
+                # An idle child that was killed a moment ago can still seem alive.
+                if is_last or not isinstance(error.__cause__, BrokenProcessPool):
+                    raise
                 logger.warning("the child process of %s died; starting another", function.__name__)
         raise ChildDied(
             f"the child process of {function.__name__} died twice over {arguments!r:.120}"

@@ -84,6 +84,13 @@ async def test_a_child_that_is_killed_costs_no_post(reader: GroupReader) -> None
     assert child_of(reader) != killed
 
 
+async def test_nor_does_one_whose_death_nobody_has_noticed_yet(reader: GroupReader) -> None:
+    await reader.read(large(), many=False)
+    for _ in range(5):
+        os.kill(child_of(reader), signal.SIGKILL)
+        assert len(await reader.read(large(), many=False)) == 1
+
+
 async def test_a_child_that_does_not_answer_is_not_waited_for_for_ever(
     reader: GroupReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
