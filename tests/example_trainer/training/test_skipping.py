@@ -4,6 +4,8 @@ the run with nothing lost.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -30,6 +32,19 @@ def nothing_left(logprobs: torch.Tensor) -> torch.Tensor:
 def not_a_number(logprobs: torch.Tensor) -> torch.Tensor:
     """Make the gradient NaN, the loss too."""
     return logprobs * torch.nan
+
+
+@dataclass
+class InPasses:
+    """A fault of the passes with these numbers, counted from 1."""
+
+    fault: Callable[[torch.Tensor], torch.Tensor]
+    numbers: Container[int]
+    passes: int = 0
+
+    def __call__(self, logprobs: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.fault(logprobs) if self.passes in self.numbers else logprobs
 
 
 def post_of_another_tokenizer(trainers: Trainers, number: int) -> None:
@@ -91,22 +106,15 @@ def test_a_batch_that_is_too_large_for_the_memory_is_left_out(
 
 def test_what_a_left_out_batch_left_behind_is_in_no_gradient(trainers: Trainers) -> None:
     """The third of four passes runs out of memory, when the gradients of two are summed already."""
-    calls = 0
-
-    def third(logprobs: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return nothing_left(logprobs) if calls == 3 else logprobs
-
     parts = ["--tokens-per-microbatch", "1"]
     trainers.post(*range(STEPS))
     assert trainers.train(*parts)
     whole = trainers.weights()
     httpx.get(f"{trainers.url}/reset_data", timeout=30).raise_for_status()
     trainers.post(0, 9, 1, 2, 3)
-    trainers.faults[9] = third
+    trainers.faults[9] = third = InPasses(nothing_left, [3])
     assert trainers.train(*parts)
-    assert calls == 3
+    assert third.passes == 3
     assert all(torch.equal(tensor, whole[name]) for name, tensor in trainers.weights().items())
 
 
@@ -131,16 +139,9 @@ def test_a_step_that_was_cut_short_once_too_often_is_saved_and_has_its_row(
     trainers: Trainers,
 ) -> None:
     """Its first update taught something, so the trainer that goes on begins behind it."""
-    passes = 0
-
-    def second(logprobs: torch.Tensor) -> torch.Tensor:
-        nonlocal passes
-        passes += 1
-        return not_a_number(logprobs) if passes == 2 else logprobs
-
     options = ["--checkpoint-interval", "0", "--ppo-epochs", "2"]
     trainers.post(*range(STEPS))
-    trainers.faults[1] = second
+    trainers.faults[1] = InPasses(not_a_number, [2])
     with pytest.raises(NonFiniteError, match=r"this was update 2 of 2 of its batch, and those"):
         trainers.train(*options)
     assert trainers.saved().keys() == {2}

@@ -29,7 +29,7 @@ from example_trainer.training.step import (
 )
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
-from tests.example_trainer.training.test_skipping import not_a_number, nothing_left
+from tests.example_trainer.training.test_skipping import InPasses, not_a_number, nothing_left
 from tests.example_trainer.training.test_step import config, make_groups, make_model, packed
 
 pytestmark = pytest.mark.timeout(240)
@@ -324,15 +324,8 @@ def test_a_first_update_that_fails_teaches_nothing(
 def test_a_run_goes_on_behind_a_batch_that_taught_in_part(
     trainers: Trainers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = 0
-
-    def fourth(logprobs: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return nothing_left(logprobs) if calls == 4 else logprobs
-
     trainers.post(*range(STEPS))
-    trainers.faults[1] = fourth
+    trainers.faults[1] = InPasses(nothing_left, [4])
     assert trainers.train("--ppo-epochs", "2", "--minibatches", "2", "--checkpoint-interval", "1")
     assert trainers.line == list(range(STEPS))
     assert (len(trainers.acknowledged), trainers.skipped) == (STEPS, [])
@@ -350,15 +343,8 @@ def test_a_run_whose_later_updates_all_fail_ends_with_what_was_learned(
     """The first update of each batch is sound, and its step complete: that must not let half of the
     batches count for ever.
     """
-    passes = 0
-
-    def second(logprobs: torch.Tensor) -> torch.Tensor:
-        nonlocal passes
-        passes += 1
-        return logprobs if passes % 2 else not_a_number(logprobs)
-
     trainers.post(*range(STEPS))
-    trainers.faults = dict.fromkeys(range(STEPS), second)
+    trainers.faults = dict.fromkeys(range(STEPS), InPasses(not_a_number, range(2, 100, 2)))
     with pytest.raises(NonFiniteError) as caught:
         trainers.train("--ppo-epochs", "2", "--checkpoint-interval", "0", "--skip-nonfinite", "1")
     assert str(caught.value).startswith(
