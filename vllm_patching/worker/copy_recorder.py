@@ -42,11 +42,14 @@ class Records:
         fills: parameters, and regions of them that the loader filled with one value.
         problems: parameters that hold something other than elements of the checkpoint's tensors,
             and the reason.
+        computed: checkpoint tensors that the loader computes with, or moves by another way than
+            views, casts and clones.
     """
 
     copies: list[Recorded] = field(default_factory=list)
     fills: list[tuple[str, Region]] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
+    computed: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,15 @@ class CopyRecorder(TorchDispatchMode):
             if _memory(tensor) in self._targets:
                 self._write(func, tensor, args)
                 return tensor
-            self._memories.pop(_memory(tensor), None)
-        self._watch_reads(func, args)
+            if memory := self._memories.pop(_memory(tensor), None):
+                self.records.computed.add(memory.source)
         if func in _CLONES and _memory(args[0]) in self._memories:
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False}
             result = func(*args, **kwargs)
             self._remember(result, args[0])
             return result
+        self._watch_reads(func, args)
         return func(*args, **kwargs)
 
     def _write(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
@@ -146,13 +150,15 @@ class CopyRecorder(TorchDispatchMode):
             self._memories[_memory(clone)] = _Memory(memory.source, copied.source, clone)
 
     def _watch_reads(self, func: Any, args: Iterable[Any]) -> None:
-        """Note parameters that the loader reads: it may derive something from them."""
+        """Note parameters and checkpoint tensors that the loader may derive something from."""
         if any(value.alias_info is not None for value in func._schema.returns):
             return  # a view
-        for tensor in args:
-            if isinstance(tensor, torch.Tensor) and _memory(tensor) in self._targets:
-                name, _ = self._targets[_memory(tensor)]
+        for memory in (_memory(value) for value in args if isinstance(value, torch.Tensor)):
+            if memory in self._targets:
+                name, _ = self._targets[memory]
                 self.records.problems[name] = f"the loader computes with it by {func}"
+            elif memory in self._memories:
+                self.records.computed.add(self._memories[memory].source)
 
 
 def _memory(tensor: torch.Tensor) -> int:

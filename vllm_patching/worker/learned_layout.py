@@ -81,7 +81,11 @@ def learn_layout(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> Le
         for name, target in targets.items()
         if name in parameters or name in written | recorder.records.problems.keys()
     }
-    return _layout(recorder.records, expected, checkpoint)
+    try:
+        return _layout(recorder.records, expected, checkpoint)
+    except LayoutError as error:
+        error.computed = frozenset(recorder.records.computed)
+        raise
 
 
 @contextmanager

@@ -85,10 +85,11 @@ def learn_while_loading(model: nn.Module, model_config: Any) -> Iterator[None]:
         learned.reason = str(error)
         yield
         return
+    computed: frozenset[str] = frozenset()
     try:
         layout, weights = learn_layout(model, headers), ProcessedWeights(model)
     except LayoutError as error:
-        learned.reason = str(error)
+        learned.reason, computed = str(error), error.computed
     yield
     try:
         if not learned.reason:
@@ -102,7 +103,7 @@ def learn_while_loading(model: nn.Module, model_config: Any) -> Iterator[None]:
         learned.reason = str(error)
     try:
         learned.reloaded = ReloadedModel(
-            model, folder, headers, model_config.dtype, reloader(model, model_config)
+            model, folder, headers, computed, model_config.dtype, reloader(model, model_config)
         )
     except LayoutError as error:
         learned.reason = f"{learned.reason}; and {error}"

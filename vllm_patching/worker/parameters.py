@@ -13,7 +13,13 @@ _EXPERTS = ".experts.routed_experts."
 
 
 class LayoutError(RuntimeError):
-    """The parameters that vLLM built are not the ones that the sharding plan expects."""
+    """The parameters that vLLM built are not the ones that the sharding plan expects.
+
+    Attributes:
+        computed: checkpoint tensors that vLLM's loader computes with, where the layout was learned.
+    """
+
+    computed: frozenset[str] = frozenset()
 
 
 def own_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -2,12 +2,13 @@
 
 A rank keeps a copy of the whole checkpoint, which updates write. After each update vLLM reloads
 the model from it. The rank tries that at its start, with other weights and with its own. The first
-must change every parameter, and the second must bring all of them back.
+must change every parameter, and the second must bring all of them back. If it does not, vLLM gets
+the tensors that its loader computes with from the CPU, as at its start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ class ReloadedModel:
         model: nn.Module,
         folder: Path,
         headers: Mapping[str, torch.Tensor],
+        computed: Set[str],
         dtype: torch.dtype,
         reload: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> None:
@@ -40,6 +42,7 @@ class ReloadedModel:
         Args:
             folder: of the checkpoint.
             headers: its tensors, without data.
+            computed: its tensors that vLLM's loader computes with.
             dtype: that the model computes in.
             reload: see compat.model_loading.reloader.
 
@@ -48,6 +51,7 @@ class ReloadedModel:
                 write all of them.
         """
         self._model, self._reload = model, reload
+        self._on_cpu: Set[str] = frozenset()
         device = next(model.parameters()).device
         self.tensors = {
             # A tensor that the checkpoint stores in float32 may need it.
@@ -64,6 +68,10 @@ class ReloadedModel:
         changed = weights.changed(weights.sums)
         _read(folder, self.tensors)
         after = self._first_update()
+        if after != before and computed:
+            # vLLM's start computes with them on the CPU, where an exp() rounds in another way.
+            self._on_cpu = computed
+            after = self._first_update()
         if after != before:
             raise LayoutError("vLLM's reload of its own checkpoint gives other parameters")
         kept = [name for name in weights.sums if name not in changed]
@@ -96,7 +104,12 @@ class ReloadedModel:
 
     def update(self) -> str:
         """Reload the model from the copy. Returns the checksum of all its parameters then."""
-        self._reload(self.tensors)
+        self._reload(
+            {
+                name: tensor.cpu() if name in self._on_cpu else tensor
+                for name, tensor in self.tensors.items()
+            }
+        )
         return self._checksum()
 
     def _checksum(self) -> str:

@@ -223,5 +223,14 @@ def test_a_loader_that_does_more_than_copy_is_refused(
         learn(load)
 
 
+@pytest.mark.parametrize("load", [lambda m, t: -t["y"].float().exp(), lambda m, t: t["y"].neg_()])
+def test_a_refusal_names_the_tensors_that_the_loader_computes_with(
+    load: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor],
+) -> None:
+    with pytest.raises(LayoutError) as refusal:
+        learn(then(lambda m, t: m.b.data.copy_(load(m, t))))
+    assert refusal.value.computed == {"y"}
+
+
 def test_a_tensor_that_is_loaded_twice_counts_once() -> None:
     assert learn(then(plain)) == learn(plain)

@@ -165,6 +165,45 @@ def test_a_reload_that_leaves_parameters_as_they_were_is_refused(
         layout_of(model, CONFIG, 0, 1)
 
 
+class OnCPU(torch.Tensor):
+    """A tensor that was moved to the CPU."""
+
+
+class ComputingModel(Model):
+    """Its loader computes with tensors, which rounds in another way on a GPU than on the CPU."""
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            loaded = -torch.exp(tensor)
+            if self.on_gpu and not isinstance(tensor, OnCPU):
+                loaded = loaded.nextafter(torch.zeros(()))
+            self.layer.weight.data.copy_(loaded)
+
+    on_gpu = False
+
+
+def test_a_loader_that_computes_does_so_on_the_cpu_as_at_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "vllm_patching.worker.model_layout.reloader",
+        lambda model, config: lambda tensors: model.load_weights(tensors.items()),
+    )
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor.as_subclass(OnCPU))
+    stored = torch.arange(6.0).view(2, 3)
+    save_file({"layer.weight": stored}, folder / "model.safetensors")
+    model = ComputingModel()
+    model.load_weights([("layer.weight", stored)])
+    model.on_gpu = True
+    with learn_while_loading(model, model_config(folder)):
+        pass
+    layout = layout_of(model, CONFIG, 0, 1)
+    layout.tensors["layer.weight"].add_(1)
+    assert layout.recompute is not None
+    layout.recompute()
+    assert torch.equal(model.layer.weight.data, -torch.exp(stored + 1))
+
+
 def no_reload(model: Any, config: Any) -> Any:
     raise LayoutError("no reload here")
 
