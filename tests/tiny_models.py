@@ -165,13 +165,6 @@ UPDATED = ("Mixtral", "Olmo3", "DeepseekV3", "Falcon", "Qwen2_5_VL")
 """Names of CONFIGS that tests serve by a running server of vLLM's CPU build, and update."""
 _WIDE = _BASE | {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 2}
 _WIDE_HEADS = _WIDE | {"head_dim": 64}
-_LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 ON_GPUS: dict[str, dict[str, Any]] = {
     "GptOss": _WIDE_HEADS | _LOCAL | {"sliding_window": 16},
     "Jamba": _WIDE
@@ -193,9 +186,10 @@ ON_GPUS: dict[str, dict[str, Any]] = {
     | {"chunk_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2}
     | {"moe_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128}
     | {"n_group": 1, "topk_group": 1},
-    "OlmoHybrid": _WIDE | _LINEAR | {"num_key_value_heads": 4},
     "Qwen3Next": _WIDE_HEADS
-    | _LINEAR
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    | {"layer_types": ["linear_attention", "full_attention"]}
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     | {"shared_expert_intermediate_size": 128},
 }

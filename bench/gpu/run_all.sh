@@ -45,6 +45,7 @@
 #   ranks                 two; one for the float16 servers: trainers that start their own ranks, and trainers beside a float16
 #                         server
 #   checks                one: tests/gpu/check_*.py
+#   33-learned            one: updates of tiny models that vLLM's CPU build cannot run or update, at most five minutes
 #   33-any-model          one: Qwen3-1.7B by the decoder of ours and through transformers
 #   33-sampling, 33-updates   one: /generate at 512 sequences, deterministic sampling, waits for updates
 #   33-modes
@@ -273,6 +274,11 @@ case $kind in
       echo "== one-gpu: $each begins after $SECONDS s"
       MODEL='' bench/gpu/run_all.sh "$each" "$out" || status=1 # that model is for word problems alone
     done
+    ;;
+  33-learned)
+    mkdir -p "$out"
+    timeout -k 25 300 "$python" -u tests/gpu/check_learned_layouts.py --json "$out/learned_layouts$version.json" \
+      ${dry[@]+"${dry[@]}"} || status=1
     ;;
   33-any-model)
     run 540 any_model bench/any_model.py --seconds 520 --name "any_model$version" ${tiny[@]+"${tiny[@]}"}

@@ -47,11 +47,8 @@ LARGER = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
 }
-"""Sizes that the GPU's kernels take."""
+"""Sizes that the GPU's kernels take, for the models of CONFIGS."""
 NAMES = (*ON_GPUS, *(name for name in CONFIGS if name not in ON_GPUS))
 BY_DEFAULT = [
     name
@@ -63,6 +60,10 @@ ON_CPUS = ["Olmoe", "SmolLM3"]
 PROMPT = [72, 31, 8, 8, 11]
 TOLERANCE = 1e-3
 CACHE_BYTES = 256 << 20
+SEQUENCES, LENGTH = 8, 128
+"""Limits of vLLM. Every model has at least so many positions."""
+SHOWN = 1500
+"""Characters of a failure that are kept: the end of it, which names the place."""
 ENVIRONMENT = {
     "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -144,9 +145,10 @@ def update_one(name: str, device: str) -> tuple[bool, Any]:
 
     options: dict[str, Any] = {
         "enforce_eager": True,
-        "max_model_len": 128,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 2048,
+        "max_model_len": LENGTH,
+        "max_num_seqs": SEQUENCES,
+        # vLLM's warm-up deals them to the sequences, and none may get more than its length.
+        "max_num_batched_tokens": SEQUENCES * LENGTH,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
     }
@@ -193,9 +195,9 @@ def forked(name: str, folder: Path, device: str) -> int:
     os.dup2(log, 2)
     try:
         write_outcome(folder, name, *update_one(name, device))
-    except BaseException as error:  # noqa: BLE001 - the outcome names it
+    except BaseException:  # noqa: BLE001 - the outcome names it
         traceback.print_exc()
-        write_outcome(folder, name, False, f"{type(error).__name__}: {error}"[:900])
+        write_outcome(folder, name, False, traceback.format_exc().strip()[-SHOWN:])
     sys.stderr.flush()
     os._exit(0)
 
@@ -225,7 +227,7 @@ def fork_all(names: list[str], folder: Path, device: str, at_once: int, seconds:
             if not (folder / f"{name}.json").exists():
                 reason = f"no outcome in {seconds:g} s" if late else "its process ended"
                 log = (folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
-                write_outcome(folder, name, False, f"{reason}; its log ends with {log[-600:]}")
+                write_outcome(folder, name, False, f"{reason}; its log ends with {log[-SHOWN:]}")
 
 
 class Outcomes(Mapping[str, Check]):
