@@ -35,6 +35,7 @@ from atroposlib.utils.processes import end_forked_with_parent, end_with_parent
 from atroposlib.web.bounded_protocol import bounded_protocol
 from atroposlib.web.connections import SERVER_KEEPS_SECONDS, connections_allowed
 from vllm_patching.compat.sampler import sample_without_compiler
+from vllm_patching.compat.server_app import note_stop_signals
 from vllm_patching.compat.torchao_logs import quiet_torchao
 from vllm_patching.server.flags import (
     fail,
@@ -337,7 +338,12 @@ async def run_and_clean_up(
     timeline: ServerTimeline,
     logger: Any,
 ) -> None:
-    """Run vLLM's server with bounded connections, and stop what was started beside it."""
+    """Run vLLM's server with bounded connections, and stop what was started beside it.
+
+    Raises:
+        SystemExit: the server ended without a signal, as it does after the death of its engine.
+    """
+    stop_signals = note_stop_signals(asyncio.get_running_loop())
     try:
         # Clients without the key cause lines in both logs.
         for log in (logger, logging.getLogger("uvicorn.error")):
@@ -350,6 +356,9 @@ async def run_and_clean_up(
         if service.bridge is not None:
             await service.bridge.stop()
         timeline.close()
+    if not stop_signals:
+        logger.error("[vLLM Patch] The server ends with status 1: %s", service.unavailable())
+        raise SystemExit(1)
 
 
 def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Door) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import multiprocessing
 import os
@@ -91,6 +92,24 @@ def end_at_once_while_loading(module: ModuleType) -> Callable[[], None]:
 
     module.setup_server = setup_server_and_signals  # type: ignore[attr-defined]
     return leave_to_vllm
+
+
+def note_stop_signals(loop: asyncio.AbstractEventLoop) -> list[signal.Signals]:
+    """Return a list that gets each signal which a handler of the loop receives from now on.
+
+    vLLM's server returns in the same way after a signal and after the death of its engine.
+    """
+    received, add_signal_handler = list[signal.Signals](), loop.add_signal_handler
+
+    def add_and_note(number: int, callback: Callable[..., object], *args: Any) -> None:
+        def handle() -> None:
+            received.append(signal.Signals(number))
+            callback(*args)
+
+        add_signal_handler(number, handle)
+
+    loop.add_signal_handler = add_and_note  # type: ignore[assignment, method-assign]
+    return received
 
 
 def wrap_server(
