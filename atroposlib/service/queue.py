@@ -1184,11 +1184,8 @@ class RolloutQueue:
             SupersededError: `uuid` is not the current registration's.
         """
         self.require_trainer(uuid)
-        if batch_id is not None and not 1 <= batch_id < self.next_batch_id:
-            raise UnknownBatchError(
-                f"batch {batch_id} was never handed out (the last one was {self.next_batch_id - 1}); "
-                "acknowledge the batch_id that came with GET /batch"
-            )
+        if batch_id is not None:
+            self._require_handed_out(batch_id, "acknowledge")
         done = [
             lease
             for lease in self.leases.values()
@@ -1210,6 +1207,15 @@ class RolloutQueue:
             self._finish(lease, learned=skipped is None)
         self._drop_stale()
         return sum(len(lease.groups) for lease in done)
+
+    def _require_handed_out(self, batch_id: int, action: str) -> None:
+        if not 1 <= batch_id < self.next_batch_id:
+            last = self.next_batch_id - 1
+            handed_out = f"the last one was {last}" if last else "no batch was"
+            raise UnknownBatchError(
+                f"batch {batch_id} was never handed out ({handed_out}); "
+                f"{action} the batch_id that came with GET /batch"
+            )
 
     def _finish(self, lease: Lease, learned: bool = True) -> None:
         """End a lease.
@@ -1245,7 +1251,11 @@ class RolloutQueue:
         Args:
             batch_id: of the batch that it trained on.
             error: the error of training on it; None if something else ended the trainer.
+
+        Raises:
+            UnknownBatchError: no such batch was ever handed out.
         """
+        self._require_handed_out(batch_id, "report")
         lease = self.leases.get(batch_id)
         if lease is None or lease.returned or batch_id in self.failures.reported:
             return

@@ -283,6 +283,11 @@ def test_acks(service: Service) -> None:
     assert service.http.post("/batch/ack", json={"batch_id": 77}).status_code == 404
     assert service.http.post("/batch/ack", json={"uuid": 1}).status_code == 409
     assert service.post("/batch/ack", {}) == {"status": "success", "groups": 1, "weight_version": 2}
+    refused = service.http.post("/batch/report", json={"batch_id": 99})
+    assert (refused.status_code, refused.json()["detail"].partition(";")[0]) == (
+        404,
+        "batch 99 was never handed out (the last one was 2)",
+    )
 
 
 def test_a_batch_that_the_trainer_cannot_learn_from_is_skipped_and_counted(

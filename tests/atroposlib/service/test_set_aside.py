@@ -9,12 +9,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import ValidatedGroup
+from atroposlib.service.records import UnknownBatchError, ValidatedGroup
 from atroposlib.service.run_state import ERROR_COUNTS, KILL_COUNTS, LIMIT, MAX_SET_ASIDE
 from atroposlib.service.sqlite_store import SqliteStore
 
@@ -84,7 +85,10 @@ def test_only_the_batch_in_training_counts_and_learning_from_it_clears_the_count
     queue.ack(1)
     assert queue.failures.counts == {}
     assert take(queue) == [1]
-    queue.report_end(7, "no such batch")
+    with pytest.raises(
+        UnknownBatchError, match=r"^batch 7 was never handed out \(the last one was 2\)"
+    ):
+        queue.report_end(7, "no such batch")
     assert trainer(queue, 3, model="m", run="a") == [1]
     trainer(queue, 4, model="m", run="another")
     assert queue.failures.counts == {}
