@@ -75,6 +75,9 @@ Group = Mapping[str, Any]
 RETURNED = [name for name in GROUP_FIELDS if name != "idempotency_key"]
 """The keys that every group in a batch has, null where nothing was posted."""
 
+KNOWN = {*GROUP_FIELDS, "stream", "stream_item", "stream_life"}
+"""The keys that have a meaning to the service or the trainer."""
+
 REFERENCE_KEY = b',"ref_logprobs":'
 """The last key in the body of a group that came without: so that they can be put there."""
 NO_REFERENCE = REFERENCE_KEY + b"null}"
@@ -189,6 +192,7 @@ def _validated(group: Group, body: bytes) -> ValidatedGroup:
         key=group.get("idempotency_key"),
         tokens=sum(lengths),
         referenced=referenced,
+        unknown=tuple(sorted(group.keys() - KNOWN)),
         **place_in_stream(group),
     )
 

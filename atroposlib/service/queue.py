@@ -59,6 +59,7 @@ from atroposlib.service.run_state import (
     KILL_COUNTS,
     BatchFailures,
     Evaluations,
+    PostWarnings,
     Refusals,
     Registry,
     Streams,
@@ -153,6 +154,7 @@ class RolloutQueue:
         self.drops: Counter[tuple[str, int]] = Counter()
         self.waiting: str | None = None  # why the last /batch was empty
         self.refusals = Refusals()
+        self.post_warnings = PostWarnings()
         self._pruned_below: int | None = None  # no waiting group counts as older than this version
         self._named_unfillable: set[tuple[int, int, int]] = set()
         self._state_changed = False
@@ -659,6 +661,8 @@ class RolloutQueue:
         if group.key is not None and group.key in self.keys:
             return self.keys[group.key]
         self.registry.note_post(group.env_id, now)
+        sender = self.registry.by_id[self.registry.line_of(group.env_id)]
+        self.news += self.post_warnings.about(group, sender, self.registration)
         receipt = self._receive(group)
         if receipt.status == "dropped":
             self.refusals.note_drop(receipt.reason or "")

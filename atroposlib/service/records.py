@@ -70,6 +70,8 @@ class ValidatedGroup:
     """The number of its item in the stream."""
     life: str | None = None
     """`Streams.life` when the environment began the item."""
+    unknown: tuple[str, ...] = ()
+    """Fields that the wire does not have."""
 
 
 @dataclass(slots=True)

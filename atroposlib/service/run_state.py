@@ -8,6 +8,7 @@ holds the positions of environments that resume exactly, `Evaluations` the newes
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ from atroposlib.service.records import (
 from atroposlib.service.scheduling import MIN_WEIGHT
 from atroposlib.service.schemas import Registration
 from atroposlib.service.store import Changes
-from atroposlib.wire import TrainerSession, begin_session, effective_version
+from atroposlib.wire import GROUP_FIELDS, TrainerSession, begin_session, effective_version
 
 MAX_NAMES = 1024
 """Names of environments whose numbers are remembered; names used last, and names of registered
@@ -268,6 +269,12 @@ START_ONE = (
 )
 
 
+MAX_WARNINGS = 256
+"""Lines about accepted posts in the life of a service: clients choose the names in them."""
+SIMILAR = 0.85
+"""Likeness of an unknown field's name to a known one, above which the log names the known one."""
+
+
 class Refusals:
     """Posts that were refused, and groups that were dropped on arrival, since the last batch was
     formed. They are not stored: a restarted service begins at zero.
@@ -305,6 +312,60 @@ class Refusals:
                 f"{self.dropped} {groups} dropped since the last batch, the last one because: {self.last_drop}"
             )
         return sentences
+
+
+class PostWarnings:
+    """Lines for the log about accepted posts that hold a likely mistake, each once.
+
+    A post of the public Atropos may hold any of these, so none of them is refused.
+    """
+
+    def __init__(self) -> None:
+        self._given: set[tuple[int, str | int]] = set()
+
+    def about(
+        self, group: ValidatedGroup, environment: Environment, trainer: Registration | None
+    ) -> list[str]:
+        """Return the new lines about one group.
+
+        Args:
+            group: a posted group.
+            environment: the sender; the one without an id if that is not registered.
+            trainer: the registered trainer.
+        """
+        name, lines = environment.wandb_name or "an environment without a registration", []
+        if self._is_new(environment, group.env_id if environment.env_id == NOBODY else None):
+            lines.append(
+                f"a group names env_id {group.env_id}, which is not registered here. It is accepted, without the weight "
+                "and share of an environment. Post with the env_id of POST /register-env, and register again after "
+                "a reset of this service"
+            )
+        for field_name in group.unknown:
+            if self._is_new(environment, field_name):
+                meant = difflib.get_close_matches(field_name, GROUP_FIELDS, 1, SIMILAR)
+                remedy = f": rename it if `{meant[0]}` is meant" if meant else ""
+                lines.append(
+                    f"{name} posts the field `{field_name[:64]}`, which the service does not know. "
+                    f"The trainer gets it unread{remedy}"
+                )
+        limit = trainer.max_token_len if trainer is not None else 0
+        if 0 < limit < group.longest and self._is_new(environment, f"longer than {limit}"):
+            lines.append(
+                f"{name} posts a sequence of {group.longest} tokens, above the trainer's limit of {limit} "
+                "(max_token_len). A trainer leaves such a sequence out: lower the environment's "
+                "max_token_length, or raise the trainer's --seq-len"
+            )
+        return lines
+
+    def _is_new(self, environment: Environment, what: str | int | None) -> bool:
+        """Return whether a line about this is due: once, and for a bounded number of things."""
+        if what is None or len(self._given) >= MAX_WARNINGS:
+            return False
+        key = environment.env_id, what
+        if key in self._given:
+            return False
+        self._given.add(key)
+        return True
 
 
 def why_starved(registry: Registry, first_of_run: int, refusals: Refusals, now: float) -> list[str]:

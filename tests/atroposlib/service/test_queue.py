@@ -21,6 +21,7 @@ from atroposlib.service.records import (
     UnknownEnvironmentError,
     ValidatedGroup,
 )
+from atroposlib.service.run_state import MAX_WARNINGS
 from atroposlib.service.schemas import Registration
 from tests.atroposlib.service.trainers import registered
 
@@ -370,6 +371,13 @@ def test_unknown_environments_are_named() -> None:
     for call in (lambda: queue.status_env(5, 0.0), lambda: queue.disconnect_env(-1)):
         with pytest.raises(UnknownEnvironmentError, match="not registered here"):
             call()
+
+
+def test_the_lines_about_posts_are_bounded() -> None:
+    queue = started()
+    for number in range(2 * MAX_WARNINGS):
+        queue.add(draft(env_id=number, unknown=(f"field {number}",)), 0.0)
+    assert len(queue.news) == MAX_WARNINGS
 
 
 def test_environments_wait_for_the_trainers_first_batch() -> None:

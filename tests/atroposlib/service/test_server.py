@@ -496,6 +496,32 @@ def test_a_group_size_above_the_batch_size_is_named(service: Service) -> None:
     assert "its group_size 8 is above the trainer's batch_size 4" in service.log.read_text()
 
 
+def test_likely_mistakes_in_posts_are_taken_with_one_line_each(service: Service) -> None:
+    written = service.log.stat().st_size
+    env_id = service.begin()
+    longer = {"length": 129, "env_id": env_id, "advantage": [[0.5]] * 4, "an_own_field": 1}
+    for _ in range(2):
+        service.post("/scored_data", group(env_id=env_id))
+        service.post("/scored_data", group(**longer))
+        service.post("/scored_data_list", [group(env_id=77)])
+    lines = [
+        line.partition("atroposlib.service.service: ")[2]
+        for line in service.log.read_text()[written:].splitlines()
+        if " WARNING " in line
+    ]
+    fields = "which the service does not know. The trainer gets it unread"
+    assert lines == [
+        f"task_0 posts the field `advantage`, {fields}: rename it if `advantages` is meant",
+        f"task_0 posts the field `an_own_field`, {fields}",
+        "task_0 posts a sequence of 129 tokens, above the trainer's limit of 128 (max_token_len). "
+        "A trainer leaves such a sequence out: lower the environment's max_token_length, or raise "
+        "the trainer's --seq-len",
+        "a group names env_id 77, which is not registered here. It is accepted, without the weight "
+        "and share of an environment. Post with the env_id of POST /register-env, and register "
+        "again after a reset of this service",
+    ]
+
+
 def test_other_mistakes(service: Service) -> None:
     assert service.http.post("/scored_data", content=b"{bad").status_code == 422
     assert service.http.get("/nope").status_code == 404
