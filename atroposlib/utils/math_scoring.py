@@ -22,6 +22,7 @@ import unicodedata
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from itertools import pairwise, product
 from typing import Any
 
 from atroposlib.utils.measures import TEXT_COMMAND, equal_measures, measure
@@ -197,6 +198,8 @@ _CHARACTERS = str.maketrans(
         "″": "''",
         "⟨": "(",
         "⟩": ")",
+        "≡": r"\equiv ",
+        "≈": r"\approx ",
     }
     | {
         sign: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign).split("\u2044"))
@@ -235,7 +238,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt{\1\2}"),
         (r"∛\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt[3]{\1\2}"),
-        (r"√\s*|(?<![A-Za-z\\])sqrt\s*(?=\{)", r"\\sqrt"),
+        (r"√\s*|(?<![A-Za-z\\])sqrt\s*(?=[{\d])", r"\\sqrt"),
         (r"\\sqrt\s*(\[[^\[\]]*\])\s*([A-Za-z0-9])", r"\\sqrt\1{\2}"),
         (r"(?<=\d)\\,(?=\d{3}(?!\d))", " "),
         (r"\\\\\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm)\s*\]", r"\\\\"),
@@ -293,6 +296,12 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\degree(?![A-Za-z])", r"^\\circ "),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
         (r"(?i)^(?:\\text\s*\{)?\s*(?:the\s+)?empty\s+set\s*\}?$", r"\\emptyset"),
+        (
+            r"(?i)^(?:\\text\s*\{)?\s*all\s+real(?:s|\s+numbers)\s*\}?$",
+            r"\\mathbb{R}",
+        ),
+        (r"\\colon(?![A-Za-z])", ":"),
+        (r"(\.\d{6,})\s*(?:\.{3}|…|\\[lc]?dots(?![A-Za-z]))", r"\1"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (
@@ -315,6 +324,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\d.}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     )
 )
+_NOT_DENIED = r"(?![^{}\d:]*(?i:\b(?:not|never)\b|n't\b))"
+"""In front of a label: `Not: 5` does not give 5."""
 _WRAPPERS = tuple(
     re.compile(pattern, re.DOTALL)
     for pattern in (
@@ -323,17 +334,23 @@ _WRAPPERS = tuple(
         r"\$\$?([^$]+)\$\$?",
         r"\\\[((?:(?!\\\[).)+)\\\]",
         r"\\\(((?:(?!\\\().)+)\\\)",
-        r"(?:\\approx|\\therefore(?![A-Za-z])|\\(?:Rightarrow|implies)(?![A-Za-z])|≈|=|[A-Za-z]\s*\\equiv(?![A-Za-z]))\s*(.+)",
+        r"(?:\\approx|\\therefore(?![A-Za-z])|\\(?:Rightarrow|implies)(?![A-Za-z])|=|(?:[A-Za-z]\s*)?\\equiv(?![A-Za-z]))\s*(.+)",
         r"\\displaystyle(?![A-Za-z])\s*(.+)",
-        rf"{TEXT_COMMAND}\s*\{{[^{{}}\d]*(?:[:=]|\bis)\s*\}}\s*(.+)",
-        r"(?:[A-Za-z]{2,}\s+)*[A-Za-z]{2,}\s*:\s*([^:]+)",
+        rf"{TEXT_COMMAND}\s*\{{{_NOT_DENIED}[^{{}}\d]*(?:[:=]|\bis)\s*\}}\s*(.+)",
+        rf"{_NOT_DENIED}(?:[A-Za-z]{{2,}}\s+)*[A-Za-z]{{2,}}\s*:\s*([^:]+)",
+        r"(?i:approximately|approx\.|about|roughly|exactly)\s+(.+)",
+        rf"{TEXT_COMMAND}\s*\{{\s*(?i:approximately|approx\.|about|roughly|exactly)\s*\}}\s*(.+)",
         r"(?i:the\s+(?:correct\s+|final\s+)?answer\s+is)\s+(.+)",
+        rf"(.*\S)\s*(?i:{TEXT_COMMAND}\s*\{{)?\s*(?<![A-Za-z])(?i:is\s+the\s+(?:correct\s+|final\s+)?answer)\s*\}}?",
         r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\||\\mid(?![A-Za-z])|:)((?:(?!\\\}).)*)\\\}",
         r"(.+?)(?:\s*(?<!\\)[;,:]|(?<!\.)\.)",
     )
 )
 _BRACKETED = re.compile(
     r"([\[\]])((?:(?!\\c[au]p)[^\[\]()])*\w\s*[,;](?:(?!\\c[au]p)[^\[\]()])+)([\[\]])"
+)
+_WITH_SEMICOLONS = re.compile(
+    r"([\[\](]|\\\{)((?:(?!\\c[au]p|\\[{}])[^\[\]();])*(?:;(?:(?!\\c[au]p|\\[{}])[^\[\]();])*)+)([\[\])]|\\\})"
 )
 _GROUPED = re.compile(r"([+-]?\d{1,3})((?:,\d{3})+)(?=(?:\.\d+)?\s*\\?%)")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -370,15 +387,18 @@ _UNIT_AS_SYMBOL = re.compile(
 _LETTERS = re.compile(r"[A-Za-z]+")
 _NOT_A_WORD = re.compile(rf"{TEXT_COMMAND}|\\(?:mu|Omega)(?![A-Za-z])")
 _NO_UNITS = frozenset(
-    # Words that join, condition or scale what stands before them, and names of functions and
+    # Words that join, condition, scale or judge what stands before them, and names of functions and
     # variables.
     """
     or and if when for mod but not where with plus minus times over remainder otherwise each until
     unless hundred thousand million billion trillion dozen half halves thirds fourths fifths sixths
     sevenths eighths ninths tenths twelfths hundredths thousandths squared cubed factorial zero sin cos tan cot csc log exp
+    is isn are aren was wasn were be not cannot could should would maybe perhaps possibly probably too
     sqrt gcd lcm det inf infty alpha beta gamma delta theta lambda sigma phi psi omega rho tau
     """.split()  # noqa: SIM905
 )
+_JUDGEMENTS = frozenset({"wrong", "false", "incorrect", "invalid", "impossible", "no"})
+"""Words behind a number that deny it. In front of a noun they belong to a unit: `5 wrong turns`."""
 _TIME_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.?\s?m\b\.?[\s}]*$", re.IGNORECASE)
 _AROUND_NUMBER = re.compile(rf"{TEXT_COMMAND}|\\[!,;: ]|[\s{{}}~*]")
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?(?:([ap])\.?m)?\.?", re.IGNORECASE)
@@ -400,6 +420,9 @@ _DATES = (
 )
 _RATIO_SIGN = re.compile(rf"(?::|\bto\b|{TEXT_COMMAND}\s*\{{\s*to\s*\}})")
 _RATIO_PART = re.compile(r"\d{1,20}(?:\.\d{1,20})?")
+_RESIDUE = re.compile(
+    r"(?P<number>[+-]?\d{1,300})\s*(?P<class>\(\s*\\?|\\p)?\\?b?mod(?:ulo)?(?![A-Za-z])\s*\{?\s*(?P<modulus>\d{1,300})\s*\}?\s*\)?"
+)
 _PERCENT = re.compile(r"(.*[^\s\\%])\s*\\?%")
 _QUANTITY = r"([+-]?\d+(?:\.\d+)?)\s+([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)"
 _QUANTITIES = re.compile(rf"(?:\s*{_QUANTITY}){{2,}}\s*")
@@ -428,8 +451,18 @@ _NUMBER_WORDS = {word: number for number, word in enumerate(_UP_TO_NINETEEN)} | 
     for number, unit in enumerate(_UP_TO_NINETEEN[:10])
 }
 _PARTS = "half third fourth fifth sixth seventh eighth ninth tenth".split()  # noqa: SIM905
-_DENOMINATORS = {word: number for number, word in enumerate(_PARTS, 2)} | {"quarter": 4}
+_DENOMINATORS = {word: number for number, word in enumerate(_PARTS, 2)} | {
+    "quarter": 4,
+    "hundredth": 100,
+    "thousandth": 1000,
+}
 _LONG_WORD = re.compile(r"[A-Za-z]{4,}")
+_DECIMAL_COMMA = re.compile(r"(\s*[+-]?\d+),(\d{1,2}|\d{4,})\s*")
+_COUNT = r"(?:\{\s*\d{1,6}\s*\}|\d{1,6})"
+_COMBINATIONS = re.compile(
+    rf"(?:(?<![\w.^\\])\d{{1,6}}\s*C\s*_?\s*{_COUNT}|C\s*\(\s*\d{{1,6}}\s*,\s*\d{{1,6}}\s*\)"
+    rf"|C\s*_\s*{_COUNT}\s*\^\s*{_COUNT}|C\s*\^\s*{_COUNT}\s*_\s*{_COUNT})(?!\s*[\w.^(])"
+)
 
 
 def spelled(text: str) -> str:
@@ -444,13 +477,14 @@ def spelled(text: str) -> str:
     text = _SCALED.sub(_scale, text)
     text = _EXPONENT.sub(_exact, text)
     text = _REPEATING_DOTS.sub(r"\1\\overline{\2\3\4\5}", text)
+    text = _WITH_SEMICOLONS.sub(_with_commas, text)
     text = _BRACKETED.sub(
         lambda found: f"{found[1].replace(']', '(')}{found[2]}{found[3].replace('[', ')')}", text
     )
     text = _without_units(_unwrapped(_REPEATING.sub(_fraction, text)))
     if grouped := _GROUPED.match(text):
         text = grouped[1] + grouped[2].replace(",", "") + text[grouped.end() :]
-    text = _unwrapped(text)
+    text = _with_combinations(_unwrapped(text))
     number = _number_in_words(text)
     return text if number is None else str(number)
 
@@ -480,6 +514,23 @@ def time_of_day(text: str) -> str | None:
     """Return `a` or `p` for an answer that ends with AM or PM."""
     match = _TIME_OF_DAY.search(text)
     return match[1].lower() if match and re.search(r"\d", text) else None
+
+
+def residue(text: str) -> tuple[int, int] | None:
+    r"""Return the least residue and the modulus of `3 \pmod 7`; None for everything else.
+
+    Only the operation reduces: `10 \bmod 7` is 3, but `10 \pmod 7` must be written as 3.
+
+    >>> residue(r"3 \pmod{7}"), residue("10 mod 7"), residue("10 (mod 7)")
+    ((3, 7), (3, 7), None)
+    """
+    match = _RESIDUE.fullmatch(re.sub(rf"{TEXT_COMMAND}\s*\{{([^{{}}]*)\}}", r" \1 ", text))
+    if match is None or not int(match["modulus"]):
+        return None
+    number, modulus = int(match["number"]), int(match["modulus"])
+    if match["class"] and number != number % modulus:
+        return None
+    return number % modulus, modulus
 
 
 def percentage(text: str) -> str | None:
@@ -610,8 +661,8 @@ def _number_in_words(text: str) -> Fraction | None:
     >>> _number_in_words("two and a half"), _number_in_words("Three-fourths"), _number_in_words("a")
     (Fraction(5, 2), Fraction(3, 4), None)
     """
-    whole = _WHOLE_TEXT.fullmatch(text)
-    words = " ".join((whole[1] if whole else text).lower().replace("-", " ").split())
+    flat = re.sub(rf"{TEXT_COMMAND}\s*\{{([^{{}}]*)\}}", r" \1 ", text)
+    words = " ".join(flat.lower().replace("-", " ").split())
     if not re.search("[a-z]{3}", words):
         return None
     number, joined, rest = words.rpartition(" and ")
@@ -686,11 +737,43 @@ def _as_digits(match: re.Match[str]) -> str:
 
 def _unless_joining(unit: re.Match[str]) -> str:
     """Return nothing in place of a unit. Words that are not a unit, or that stand alone, stay."""
-    words = {word.lower() for word in _LETTERS.findall(_NOT_A_WORD.sub("", unit[0]))}
+    words = [word.lower() for word in _LETTERS.findall(_NOT_A_WORD.sub("", unit[0]))]
     before = unit.string[: unit.start()].rstrip()
-    if not before or before[-1] in ",;([{" or words & _NO_UNITS:
+    if not before or before[-1] in ",;([{" or not _NO_UNITS.isdisjoint(words):
+        return unit[0]
+    if words and words[-1] in _JUDGEMENTS:
         return unit[0]
     return ""
+
+
+def _with_commas(bracket: re.Match[str]) -> str:
+    """Return `(1,5;2)` as `(1.5,2)`: between semicolons, a comma is a decimal one."""
+    entries = bracket[2].split(";")
+    for index, entry in enumerate(entries):
+        if "," in entry:
+            number = _DECIMAL_COMMA.fullmatch(entry)
+            if number is None:
+                return bracket[0]
+            entries[index] = f"{number[1]}.{number[2]}"
+    return f"{bracket[1]}{','.join(entries)}{bracket[3]}"
+
+
+def _with_combinations(text: str) -> str:
+    r"""Return `5C2`, `C_5^2` or `C(5,2)` as a binomial. If other letters are left, C is a variable.
+
+    >>> _with_combinations("5C2"), _with_combinations("C_5^2 x")
+    ('(\\binom{5}{2})', 'C_5^2 x')
+    """
+    flat = re.sub(rf"{TEXT_COMMAND}\s*\{{\s*C\s*\}}", "C", text)
+    read = _COMBINATIONS.sub(_binomial, flat)
+    return text if re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", read)) else read
+
+
+def _binomial(found: re.Match[str]) -> str:
+    above, below = map(int, re.findall(r"\d+", found[0]))
+    if re.match(r"C\s*\^", found[0]):
+        above, below = below, above
+    return rf"(\binom{{{above}}}{{{below}}})" if above >= below else found[0]
 
 
 def _scale(number: re.Match[str]) -> str:
@@ -722,6 +805,7 @@ PARSE_SECONDS = 5
 KILL_AFTER_SECONDS = 30.0
 PROCESSES = 2
 MAX_NUMBER_CHARACTERS = 1000
+MAX_APPROXIMATIONS = 3
 MAX_EXPRESSION_CHARACTERS = 2000
 """A longer answer equals nothing but the same text: parsing it would take minutes."""
 
@@ -814,15 +898,19 @@ def _compare_spelled(gold: str, answer: str) -> bool | None:
     dates = date(gold), date(answer)
     if dates[0] and dates[1]:
         return dates[0][1:] == dates[1][1:] and dates[0][0] in (None, dates[1][0])
+    if any(_APPROXIMATELY.search(_in_plain_characters(text)) for text in (gold, answer)):
+        return None
     amounts = _compare_amounts(gold, answer)
     if amounts is not None:
         return amounts
+    gold, answer = _with_fourths(gold, answer), _with_fourths(answer, gold)
     one, other = spelled(gold), spelled(answer)
+    one, other = _without_modulus(one, other), _without_modulus(other, one)
     if one and one == other:
         return True
     if _ISO_DATE.fullmatch(one) or _ISO_DATE.fullmatch(other):
         return False
-    for reading in (_as_spelled_number, clock, ratio, with_base):
+    for reading in (_as_spelled_number, clock, ratio, with_base, residue):
         values = reading(one), reading(other)
         if None not in values:
             return values[0] == values[1]
@@ -833,6 +921,22 @@ def _compare_spelled(gold: str, answer: str) -> bool | None:
     if None not in words and (words[0] == words[1] or _are_texts(one, other)):
         return words[0] == words[1]
     return _compare_choices(one, other)
+
+
+def _with_fourths(text: str, other: str) -> str:
+    """Return quarters as fourths. Beside a whole number they are coins, unless they are of a whole."""
+    if "quarter" not in text:
+        return text
+    number = number_in(other)
+    if number is not None and number == number.to_integral_value():
+        return _QUARTERS_OF.sub("fourth", text)
+    return _QUARTERS.sub("fourth", text)
+
+
+def _without_modulus(text: str, other: str) -> str:
+    """Return a residue as a number if the other answer names no modulus."""
+    read = residue(text)
+    return text if read is None or "mod" in other else str(read[0])
 
 
 def _compare_amounts(gold: str, answer: str) -> bool | None:
@@ -917,6 +1021,14 @@ _VECTOR = re.compile(
     r"(?:(?:\\[a-z]+\s*)?\{?\s*[A-Za-z]\s*\}?\s*=\s*)?[(\[]?\s*\\begin\{([bp]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}\s*[)\]]?",
     re.DOTALL,
 )
+_QUARTERS = re.compile(r"(?<=[\d\s{])quarter(?=s?\b)")
+_QUARTERS_OF = re.compile(rf"{_QUARTERS.pattern}(?=s?[\s}}]+of\b)")
+_APPROXIMATELY = re.compile(r"\\approx(?:eq)?(?![A-Za-z])")
+_ELLIPSIS = re.compile(r"\.{3}|…|\\[lcv]?dots[bcimo]?(?![A-Za-z])")
+_OF_BASE = re.compile(
+    r"(?<![A-Za-z\\\d])\d[\dA-F]*\s*_\s*(?!\{?\s*(?:\\text\s*\{\s*)?\(?\s*(?:10|ten)(?![A-Za-z\d]))"
+)
+_PRODUCT_OF_VARIABLES = re.compile(r"\s*[a-z]\s*[a-z]\s*=")
 _TUPLE = re.compile(r"\(.*,.*\)", re.DOTALL)
 _ONE_TUPLE = re.compile(r"\((?:(?!\\[{}])[^()\[\]])*,(?:(?!\\[{}])[^()\[\]])*\)")
 _PRIME = re.compile(r"(?<=[\w)}'])'(?!\d{3}(?!\d))|\"|\\prime(?![A-Za-z])")
@@ -979,17 +1091,62 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
 
     Call it in a process's main thread.
     """
-    gold, answer = _with_tuples(_content(gold), _content(answer))
+    sides = (approximations(text) for text in (gold, answer))
+    return any(
+        _equal_formulas(*pair) if (equal := compare_plainly(*pair)) is None else equal
+        for pair in product(*sides)
+    )
+
+
+def approximations(text: str) -> list[str]:
+    r"""Return the sides of an approximation: `\sqrt2 \approx 1.41` gives two spellings of one answer.
+
+    A false claim such as `25 \approx 26` gives none. Any other text gives itself.
+    """
+    sides = _APPROXIMATELY.split(_in_plain_characters(text))
+    if len(sides) == 1:
+        return [text]
+    if len(sides) > MAX_APPROXIMATIONS:
+        return []
+    if _real_value(sides[0]) is None:  # a name, as in x \approx 3.14
+        sides[:2] = [f"{sides[0]}={sides[1]}"]
+    return sides if all(_rounds_to(*pair) for pair in pairwise(sides)) else []
+
+
+def _rounds_to(text: str, rounded: str) -> bool:
+    """Return whether a decimal is a number rounded or cut off; a whole number must be rounded."""
+    exact = _real_value(text)
+    number = as_number(spelled(percentage(rounded) or rounded))
+    if exact is None or number is None:
+        return False
+    exponent = int(number.as_tuple().exponent)
+    allowed = 10.0**exponent if exponent < 0 else 0.501
+    return abs(exact - float(number)) < allowed
+
+
+def _equal_formulas(gold: str, answer: str) -> bool:
+    """Compare two LaTeX expressions that are not approximations."""
+    gold, answer = _with_fourths(gold, answer), _with_fourths(answer, gold)
+    gold, answer = _content(gold), _content(answer)
+    gold, answer = _without_modulus(gold, answer), _without_modulus(answer, gold)
+    gold, answer = _with_tuples(gold, answer)
     if any(
         _SET.fullmatch(a) and _ONE_TUPLE.fullmatch(b) for a, b in ((gold, answer), (answer, gold))
     ):
         return False
-    if len(_PRIME.findall(gold)) != len(_PRIME.findall(answer)):  # math_verify drops primes
+    for mark in (_PRIME, _ELLIPSIS):  # math_verify drops both
+        if len(mark.findall(gold)) != len(mark.findall(answer)):
+            return False
+    if r"\pmod" in answer and "mod" not in gold:
+        return False
+    if _OF_BASE.search(answer) and not _OF_BASE.search(gold):
         return False
     gold, answer = _in_radians(gold, answer), _in_radians(answer, gold)
     percentages = percentage(gold), percentage(answer)
     try:
         if percentages == (None, None):
+            if max(gold.count(":"), answer.count(":")) > 1:
+                return _equal_shares(gold.split(":"), answer.split(":"))
             return _equal_expressions(gold, answer) and _repeats_alike(gold, answer)
         if _equal_expressions(percentages[0] or gold, percentages[1] or answer):
             return True
@@ -1053,9 +1210,20 @@ def _repeats_alike(gold: str, answer: str) -> bool:
     )
 
 
-def _equal_expressions(gold: str, answer: str) -> bool:
+def _equal_shares(gold: list[str], answer: list[str]) -> bool:
+    """Return whether two ratios of three or more are the same; a ratio of two has a value."""
+    if len(gold) != len(answer) or _equal_expressions("0", answer[0]):
+        return False
+    return all(
+        _equal_expressions(f"({share})({answer[0]})", f"({other})({gold[0]})")
+        for share, other in zip(gold[1:], answer[1:], strict=True)
+    )
+
+
+def _parsed(text: str) -> list[Any]:
+    """Return an expression as SymPy reads it and as text; nothing if it cannot be read."""
     from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse
 
     _read_products()
     reading = [
@@ -1072,17 +1240,36 @@ def _equal_expressions(gold: str, answer: str) -> bool:
             ),
         )
     ]
-    expected, parsed = (
-        parse(rf"\boxed{{{text}}}", reading, parsing_timeout=PARSE_SECONDS)
-        for text in (gold, answer)
-    )
+    values = parse(rf"\boxed{{{text}}}", reading, parsing_timeout=PARSE_SECONDS)
+    return [_with_imaginary_unit(_with_name_first(_united(value, text))) for value in values]
+
+
+def _real_value(text: str) -> float | None:
+    """Return the number in front of any `%` in an expression or an equation's right side, or None."""
+    content = _content(text.rpartition("=")[2])
+    content = percentage(content) or content
+    plain = as_number(content)
+    if plain is not None:
+        return float(plain)
+    try:
+        value: Any = next(iter(_parsed(content)), None)
+        number = complex(value.evalf()) if getattr(value, "is_number", False) else 1j
+    except Exception as error:  # noqa: BLE001  # the parser and SymPy raise anything over what a model wrote
+        logger.debug("%.120r has no value: %s", text, error)
+        return None
+    return None if number.imag else number.real
+
+
+def _equal_expressions(gold: str, answer: str) -> bool:
+    from math_verify import verify
+
+    expected, parsed = _parsed(gold), _parsed(answer)
     if not expected or not parsed:
         return False
-    expected, parsed = (
-        [_with_imaginary_unit(_united(value, text)) for value in values]
-        for values, text in ((expected, gold), (parsed, answer))
-    )
-    if not _is_equation(expected[0]) and _leaves_unsolved(parsed[0]):
+    if _is_equation(expected[0]):
+        if not _is_equation(parsed[0]) and _is_curve(expected[0], gold):
+            return False
+    elif _leaves_unsolved(parsed[0]):
         return False
     equal = verify(expected, parsed, timeout_seconds=PARSE_SECONDS, allow_set_relation_comp=True)
     return bool(equal) and not _are_small_and_differ(expected[0], parsed[0])
@@ -1092,6 +1279,23 @@ def _is_equation(value: Any) -> bool:
     from sympy import And, Eq
 
     return isinstance(value, Eq) or (isinstance(value, And) and value.has(Eq))
+
+
+def _is_curve(value: Any, text: str) -> bool:
+    """Return whether an equation relates variables, as `x+y=3`. `AB=3` names a length."""
+    from sympy import Eq
+
+    is_product = _PRODUCT_OF_VARIABLES.match(text) is not None
+    return isinstance(value, Eq) and (value.lhs.is_Add or is_product)
+
+
+def _with_name_first(value: Any) -> Any:
+    """Return `5=x` as `x=5`; any other value unchanged."""
+    from sympy import Eq
+
+    if isinstance(value, Eq) and value.lhs.is_number and not value.rhs.is_number:
+        return Eq(value.rhs, value.lhs, evaluate=False)
+    return value
 
 
 def _leaves_unsolved(value: Any) -> bool:
@@ -1135,8 +1339,10 @@ def _united(value: Any, text: str) -> Any:
 
 def _with_imaginary_unit(value: Any) -> Any:
     """Return a value in which the symbol i is the imaginary unit."""
-    from sympy import I
+    from sympy import Eq, I
 
+    if isinstance(value, Eq):  # SymPy takes variables for real, and z=2+3i for false
+        return Eq(*map(_with_imaginary_unit, value.args), evaluate=False)
     letters = {each: I for each in getattr(value, "free_symbols", ()) if each.name == "i"}
     try:
         return value.xreplace(letters) if letters else value
