@@ -173,18 +173,19 @@ class RolloutServiceClient(ServiceClient):
         return await self._call("POST", path, body)
 
     async def status_env(
-        self, env_id: int, moves: int | None = None, wait: float = 0.0
+        self, env_id: int, moves: int | None = None, wait: float = 0.0, *, trouble: str = ""
     ) -> dict[str, Any]:
         """`/status-env` takes its arguments as the JSON body of a GET.
 
         Args:
             moves: of the last answer, to get this one when the trainer has done something since.
             wait: seconds after which it comes nevertheless.
+            trouble: why this environment posts no groups; empty if it does.
         """
-        waiting = {} if moves is None else {"moves": moves, "wait": wait}
-        return await self._call(
-            "GET", "/status-env", {"env_id": env_id, "process": this_process(), **waiting}
-        )
+        body: dict[str, Any] = {"env_id": env_id, "process": this_process(), "trouble": trouble}
+        if moves is not None:
+            body |= {"moves": moves, "wait": wait}
+        return await self._call("GET", "/status-env", body)
 
     async def disconnect(self, env_id: int) -> None:
         """Deregister this environment; one attempt, because a service that is gone too does not

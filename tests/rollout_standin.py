@@ -29,9 +29,10 @@ class RolloutStandin:
         self.waited: list[tuple[int | None, float]] = []
 
     async def status_env(
-        self, env_id: int, moves: int | None = None, wait: float = 0.0
+        self, env_id: int, moves: int | None = None, wait: float = 0.0, *, trouble: str = ""
     ) -> dict[str, Any]:
         self.waited.append((moves, wait))
+        self.trouble = trouble
         return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
 
     async def get(self, path: str) -> dict[str, Any]:

@@ -1490,8 +1490,12 @@ class VLLMServer(OpenAIRoutes):
             return max_tokens or 1024
         room = min(limits) - len(prompt_tokens)
         if room < 1:
+            owner = "of the model's context"
+            if min(limits) == self.max_sequence_length:
+                owner = "below the trainer's --seq-len"
             raise NoRoom(
-                f"a prompt of {len(prompt_tokens)} tokens leaves no room within {min(limits)} tokens"
+                f"a prompt of {len(prompt_tokens)} tokens leaves no room within {min(limits)} tokens, "
+                f"the most {owner}"
             )
         return min(max_tokens or room, room)
 

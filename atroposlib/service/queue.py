@@ -498,7 +498,9 @@ class RolloutQueue:
         self.registry.disconnect(env_id)
         self._release(env_id, range(len(self.buffers.get(env_id, []))))
 
-    def status_env(self, env_id: int, now: float, process: str = "") -> dict[str, Any]:
+    def status_env(
+        self, env_id: int, now: float, process: str = "", trouble: str = ""
+    ) -> dict[str, Any]:
         """Return the state of the queue by which an environment paces itself.
 
         Both queue sizes are in groups of the environment's own group_size, rounded down. The
@@ -518,6 +520,8 @@ class RolloutQueue:
             not run_ended
         ):  # an environment that leaves now must not count as one that fills the next run's batches
             self.registry.touch(env_id, now, process)
+            if self.registry.note_trouble(env_id, trouble):
+                self.news.append(f"{environment.wandb_name} gives no group: {trouble}")
         waiting = self.lines.fresh + self.reference.sequences + self.held_ahead()
         return {
             "current_step": self.current_step,

@@ -482,19 +482,20 @@ async def status_env(request: Request, service: Service) -> Response:
     `wait`. The answer comes when the trainer has registered, taken or acknowledged a batch, or
     ended its run since. It comes at the latest when that time is over.
     """
-    env_id, process = query_int(request, "env_id"), ""
+    env_id, process, trouble = query_int(request, "env_id"), "", ""
     if env_id is None:
         text = await request.body()
         if not text:
             message = 'env_id is missing: send the JSON body {"env_id": 0}, or ?env_id=0'
             raise invalid(["env_id"], None, message)
         body = read(EnvStatus, text)
-        env_id, process = body.env_id, body.process
+        env_id, process, trouble = body.env_id, body.process, body.trouble
         if body.moves is not None:
             await service.trainer_activity.wait_for_change(body.moves, body.wait)
     now, moves = service.clock(), service.trainer_activity.number
     return answer(
-        await service.run(lambda queue: queue.status_env(env_id, now, process)) | {"moves": moves}
+        await service.run(lambda queue: queue.status_env(env_id, now, process, trouble))
+        | {"moves": moves}
     )
 
 

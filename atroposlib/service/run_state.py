@@ -50,6 +50,8 @@ class Registry:
         groups included."""
         self.processes: dict[int, str] = {}
         """The process of each that names it."""
+        self.troubles: dict[int, str] = {}
+        """Why an environment gives no group, by its own account; absent if it gives some."""
         self.name_counts: Counter[str] = Counter()
         self.clock = 0.0
         """Fair-queueing time: the clock of the environment that was served last."""
@@ -116,7 +118,7 @@ class Registry:
 
     def forget(self, env_id: int) -> None:
         """Remove an environment. Its id is not given to another one."""
-        for of in (self.by_id, self.last_seen, self.came, self.posted):
+        for of in (self.by_id, self.last_seen, self.came, self.posted, self.troubles):
             of.pop(env_id, None)
         self._save(env_id)
 
@@ -161,6 +163,15 @@ class Registry:
             self.last_seen[env_id] = now
             if process:
                 self.processes[env_id] = process
+
+    def note_trouble(self, env_id: int, trouble: str) -> bool:
+        """Note why an environment gives no group; empty if it does. Return True if that is new."""
+        if not trouble:
+            self.troubles.pop(env_id, None)
+            return False
+        is_new = env_id not in self.troubles
+        self.troubles[env_id] = trouble
+        return is_new
 
     def note_post(self, env_id: int | None, now: float) -> None:
         """Note that an environment has posted a group."""
@@ -379,7 +390,16 @@ def why_starved(registry: Registry, first_of_run: int, refusals: Refusals, now: 
     """
     connected = registry.connected(now, first_of_run)
     if not connected:
-        return [f"no environment is registered: {START_ONE}", *refusals.describe()]
+        left = [
+            _trouble(registry.by_id[env_id], registry)
+            for env_id in registry.troubles
+            if env_id >= first_of_run
+        ]
+        return [
+            f"no environment is registered: {START_ONE}",
+            *left[-MAX_NAMED:],
+            *refusals.describe(),
+        ]
     limit = registry.limits.silent_after
     silent = [one for one in connected if registry.seconds_silent(one, now) > limit]
     speaking = [one for one in connected if one not in silent]
@@ -393,9 +413,16 @@ def why_starved(registry: Registry, first_of_run: int, refusals: Refusals, now: 
     if speaking:
         what = [_what_it_does(one, registry, now) for one in speaking]
         quiet = min(registry.seconds_without_groups(one, now) for one in speaking)
-        remedy = ": see its log, and whether its inference server answers" if quiet > limit else ""
-        sentences.append(f"{_list_of(what)}{remedy}")
+        troubles = [_trouble(one, registry) for one in speaking if one.env_id in registry.troubles]
+        remedy = ""
+        if quiet > limit and not troubles:
+            remedy = ": see its log, and whether its inference server answers"
+        sentences += [f"{_list_of(what)}{remedy}", *troubles[:MAX_NAMED]]
     return [*sentences, *refusals.describe()]
+
+
+def _trouble(one: Environment, registry: Registry) -> str:
+    return f"{one.wandb_name} gives no group: {registry.troubles[one.env_id]}"
 
 
 def _silence(one: Environment, registry: Registry, now: float) -> str:

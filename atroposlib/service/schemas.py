@@ -303,6 +303,8 @@ class EnvStatus(EnvIdentifier):
     """Seconds after which the service answers in any case."""
     process: Annotated[str, Field(max_length=256)] = ""
     """Names the environment's process for people and for a supervisor, such as its id and host."""
+    trouble: Reason = ""
+    """Why the environment posts no groups, for people; empty if it does."""
 
 
 class AckBatch(Request):

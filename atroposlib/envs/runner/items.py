@@ -437,12 +437,9 @@ class Delivery:
             return "equal_scores"
         longest = max(len(tokens) for tokens in group["tokens"])
         if abort_when_too_long and 0 < self.state.max_token_len <= longest:
-            logger.warning(
-                "a group was dropped: a sequence of %d tokens, the trainer takes less than %d",
-                longest,
-                self.state.max_token_len,
-            )
+            self.state.length_drops.add(longest, self.state.max_token_len)
             return "too_long"
+        self.state.length_drops.end()
         return None
 
     # ---- the teacher of `--env.teacher_url`; without one, none of this does anything
@@ -592,6 +589,10 @@ def workers_during_eval(allowed: int, handling: EvalHandlingEnum, ratio: float) 
     return allowed
 
 
+TROUBLE_FROM = 8
+"""Items in a row without a group after which the rollout service gets the reason."""
+
+
 class Workers:
     """Keeps as many items in work as are allowed."""
 
@@ -604,6 +605,7 @@ class Workers:
         """Set when a worker has finished."""
         self.fatal: EnvironmentFailure | None = None
         self.failures_in_a_row = 0
+        self._last_failure = ""
         self.busy_when_asked = 0
         self.window: ResumeWindow | None = None
         """With `exact_resume`, the items from which the next batch is made."""
@@ -668,6 +670,7 @@ class Workers:
             self.failures_in_a_row, done = 0, True
         except RolloutFailure as failure:
             self.failures_in_a_row += 1
+            self._last_failure = str(failure)
             logger.error("an item was given up: %s (%d in a row)", failure, self.failures_in_a_row)
         finally:
             # An item that was put back is no longer listed, and another worker may have it.
@@ -693,6 +696,18 @@ class Workers:
         else:
             running.position.window.finish(running.position.number, done=False)
 
+    def trouble(self) -> str:
+        """Return why the last items gave no group; empty if some did.
+
+        A few such items are common, unless they are the first ones.
+        """
+        too_long, failed = self.state.length_drops, ""
+        if too_long.fitted and max(too_long.in_a_row, self.failures_in_a_row) < TROUBLE_FROM:
+            return ""
+        if self.failures_in_a_row:
+            failed = f"items that failed in a row: {self.failures_in_a_row}, the last one because: {self._last_failure}"
+        return too_long.describe() or failed
+
     def check_health(self) -> None:
         """End on what a retry cannot mend."""
         if self.fatal is not None:
@@ -700,7 +715,9 @@ class Workers:
         for server in self.connections.server.servers:
             if isinstance(server, APIServer) and server.pool.failure is not None:
                 raise server.pool.failure
-        limit = self.state.config.max_consecutive_failures
+        limit, too_long = self.state.config.max_consecutive_failures, self.state.length_drops
+        if 0 < limit <= too_long.in_a_row and not too_long.fitted:
+            raise EnvironmentFailure(too_long.describe())
         if 0 < limit <= self.failures_in_a_row:
             raise EnvironmentFailure(
                 f"the last {self.failures_in_a_row} items all failed ({self.state.drops}): see the errors above, "

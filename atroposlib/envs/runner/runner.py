@@ -244,7 +244,9 @@ class Runner:
             if patience is None and self._idle():
                 until_change = self.state.status_dict["moves"], POLL_SECONDS
             try:
-                status = await self.connections.service.status_env(self.state.env_id, *until_change)
+                status = await self.connections.service.status_env(
+                    self.state.env_id, *until_change, trouble=self.workers.trouble()
+                )
             except RejectedByService as rejection:
                 status = {"status": str(rejection)}
             if "current_step" in status:

@@ -3,6 +3,7 @@ any process.
 """
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -303,3 +304,45 @@ async def test_what_only_a_person_can_mend_ends_the_environment() -> None:
     env.collect_trajectories = fails
     with pytest.raises(InferenceUnavailable, match="gone"):
         await rounds(env)
+
+
+async def test_groups_that_are_all_too_long_are_counted_and_end_the_environment(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    env = serving_env({"current_step": 0}, max_consecutive_failures=8)
+    env.script = [response(1.0, length=12), response(-1.0, length=11)] * 20
+    env._runner.state.max_token_len = 10
+    text = (
+        r"groups dropped in a row for their length: \d+\. Each has a sequence of 12 tokens or more, and the "
+        r"trainer takes fewer than 10: raise the trainer's --seq-len, or lower --env\.max_token_length"
+    )
+    with pytest.raises(EnvironmentFailure, match=text):
+        await rounds(env)
+    assert re.fullmatch(text, env._runner.connections.service.trouble)
+    counts = [re.findall(r"length: (\d+)", record.getMessage()) for record in caplog.records]
+    assert counts[:4] == [["1"], ["2"], ["4"], ["8"]]
+
+
+async def test_an_environment_whose_groups_sometimes_fit_goes_on() -> None:
+    env = serving_env({"current_step": 0}, max_consecutive_failures=4)
+    long, fit = [response(1.0, length=12), response(-1.0)], [response(1.0), response(-1.0)]
+    env.script = [*fit, *long * 20, *fit * 40]
+    env._runner.state.max_token_len = 10
+    service, troubles = env._runner.connections.service, []
+    while len(env.posted) < 2:
+        assert not await env._runner.one_round()
+        troubles.append(service.trouble)
+        await asyncio.sleep(0)
+    await env._runner.one_round()
+    await stop_workers(env)
+    assert troubles[0] == service.trouble == ""
+    assert any("dropped in a row for their length" in trouble for trouble in troubles)
+
+
+async def test_the_service_gets_the_reason_why_all_items_fail() -> None:
+    env = serving_env({"current_step": 0}, rollout_retries=0, max_consecutive_failures=3)
+    env.script = [ValueError("no such key")] * 40
+    with pytest.raises(EnvironmentFailure, match="items all failed"):
+        await rounds(env)
+    reason = "the last one because: collect_trajectory: ValueError: no such key"
+    assert env._runner.connections.service.trouble.endswith(reason)

@@ -30,7 +30,10 @@ async def test_responses_end_where_the_trainer_takes_no_more(
     assert len(generation.output_tokens[0]) == 4
     assert generation.finish_reasons == ["length"]
     server.max_sequence_length = len(prompt)
-    with pytest.raises(RolloutFailure, match="leaves no room within"):
+    with pytest.raises(
+        RolloutFailure,
+        match=r"leaves no room within \d+ tokens, the most below the trainer's --seq-len",
+    ):
         await server.generate(input_ids=prompt, max_tokens=500)
 
 

@@ -198,6 +198,24 @@ def test_the_text_says_for_how_long_environments_are_silent_or_post_nothing() ->
     )
 
 
+def test_the_text_names_what_an_environment_reports_also_after_it_left() -> None:
+    queue = RolloutQueue(Limits(silent_after=60.0))
+    trainer(queue, 1)
+    environment = join(queue, now=0.0)
+    assert environment is not None
+    trouble = "gsm8k_0 gives no group: a row of 9 failed"
+    for now in (20.0, 70.0):
+        queue.status_env(environment.env_id, now, trouble="a row of 9 failed")
+    assert queue.news == [trouble], "once for the log"
+    text = waits_because(queue, 70.0)
+    assert text.endswith(f"gsm8k_0 is registered and has posted no group for 70 s; {trouble}")
+    queue.disconnect_env(environment.env_id)
+    assert trouble in waits_because(queue, 71.0)
+    queue.end(1)
+    trainer(queue, 2)
+    assert trouble not in waits_because(queue, 72.0)
+
+
 def test_the_text_leaves_out_an_environment_that_another_one_has_replaced() -> None:
     queue = RolloutQueue(Limits(silent_after=60.0))
     trainer(queue, 1)

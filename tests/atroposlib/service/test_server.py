@@ -342,10 +342,13 @@ def test_stats_say_what_keeps_the_trainer_waiting(service: Service) -> None:
     service.begin(batch_size=4)
     assert service.http.post("/scored_data", json=group(scores=[1.0])).status_code == 422
     assert service.http.post("/scored_data_list", json=[group(), group(size=8)]).status_code == 422
+    body = {"env_id": 0, "trouble": "all are\ntoo long"}
+    assert service.http.request("GET", "/status-env", json=body).status_code == 200
     assert service.get("/batch") == {"batch": None}
     reason = service.get("/stats")["waiting_because"]
     assert re.match(
-        r"0 of 4 sequences are queued; task_0 is registered and has posted no group for \d+ s; 2 posts",
+        r"0 of 4 sequences are queued; task_0 is registered and has posted no group for \d+ s; "
+        r"task_0 gives no group: all are too long; 2 posts",
         reason,
     )
     assert (
