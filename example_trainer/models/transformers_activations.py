@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from example_trainer.models.packing import Packing
-from example_trainer.models.transformers_layout import TransformersGeometry
 from example_trainer.models.transformers_model import TransformersModel
 
 MEASURED_TOKENS = 256
@@ -74,16 +73,15 @@ class Activations:
         return max((layer.bytes(tokens) for layer in self.layers), default=0)
 
 
-def measure_activations(
-    geometry: TransformersGeometry, dtype: torch.dtype, device: torch.device
-) -> Activations:
+def measure_activations(model: TransformersModel, device: torch.device) -> Activations:
     """Run the first layers of a model on a device.
+
+    Args:
+        model: uninitialised; it loses the other layers before the host has taken memory for them.
 
     Raises:
         RuntimeError: transformers cannot run them alone, or the device has too little memory.
     """
-    # Memory on the host is not taken before it is written: only the first layers are.
-    model = TransformersModel(geometry, dtype)
     layers = model.parts.layers
     kinds = [_kind(layer) for layer in layers]
     first = {kind: kinds.index(kind) for kind in kinds}
@@ -93,7 +91,7 @@ def measure_activations(
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
     model.choose_way()
-    tokens = min(MEASURED_TOKENS, geometry.max_positions)
+    tokens = min(MEASURED_TOKENS, model.geometry.max_positions)
     once, twice = (_kept_bytes(model, count) for count in (tokens, 2 * tokens))
     grown = {
         number: Growth.through(tokens, once[number], twice[number])

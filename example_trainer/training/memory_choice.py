@@ -24,6 +24,7 @@ from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
 from example_trainer.models.ops import choose_table
 from example_trainer.models.transformers_activations import Activations, measure_activations
 from example_trainer.models.transformers_layout import TransformersGeometry
+from example_trainer.models.transformers_model import TransformersModel
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.memory_plan import (
     FLOAT32,
@@ -525,8 +526,9 @@ def _measured(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> A
     """Measure the activations of a model of transformers; None for a decoder of ours."""
     if not isinstance(geometry, TransformersGeometry):
         return None
+    model = TransformersModel(geometry, dtype)  # refuses what the load would refuse
     try:
-        return measure_activations(geometry, dtype, device)
+        return measure_activations(model, device)
     except (LookupError, ModelError, RuntimeError, TypeError, ValueError) as error:
         logger.warning(
             "The activations of %s cannot be measured (%s): they are planned as a dense decoder's",

@@ -40,7 +40,7 @@ def kept_by(model: TransformersModel, lengths: list[int]) -> int:
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Next", "DeepseekV3"])
 def test_what_is_measured_is_what_the_whole_model_keeps(name: str) -> None:
     geometry = transformers_geometry(checkpoint(name))
-    activations = measure_activations(geometry, torch.float32, CPU)
+    activations = measure_activations(TransformersModel(geometry, torch.float32), CPU)
     model = load_model(str(checkpoint(name)), torch.float32)
     assert isinstance(model, TransformersModel)
     for lengths in ([64, 64], [64, 64, 64]):

@@ -99,9 +99,8 @@ def test_no_tensor_has_a_number_for_each_pair_of_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Cohere", "Mixtral"])
 def test_what_is_kept_grows_with_tokens_alone(name: str) -> None:
-    grown = measure_activations(
-        transformers_geometry(checkpoint(name)), torch.float32, torch.device("cpu")
-    )
+    model = TransformersModel(transformers_geometry(checkpoint(name)), torch.float32)
+    grown = measure_activations(model, torch.device("cpu"))
     assert all(layer.by_pair == 0 < layer.by_token for layer in (*grown.layers, grown.rest))
 
 

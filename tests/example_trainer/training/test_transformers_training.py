@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from atroposlib.wire import TrainerSession
 from example_trainer.batch.groups import Rules, parse_batch
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import ConfigError
+from example_trainer.errors import ConfigError, ModelError
 from example_trainer.models.transformers_model import TransformersModel
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
@@ -195,3 +196,15 @@ def test_activations_that_cannot_be_measured_are_planned_by_sizes(
     assert request.activations is None
     assert "cannot be measured (index 2 is out of range)" in caplog.text
     assert plan_memory(request).total > 0
+
+
+def test_the_plan_leaves_the_refusal_of_a_model_to_the_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forward(self: object, inputs_embeds: torch.Tensor, use_cache: bool) -> None:
+        raise TypeError("it wants images")
+
+    monkeypatch.setattr(transformers.MixtralForCausalLM, "forward", forward)
+    with pytest.raises(ModelError, match="makes logits in a way that cannot be taken apart"):
+        memory_request(config(), NoBridge(), torch.float32, CPU)
+    assert "it wants images" not in caplog.text
