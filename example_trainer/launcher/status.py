@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ class PartStatus:
         since: Unix time of the start, or of the end when that is known.
         port: see Record.
         last_error: last line of its log that names an error; empty if none.
+        last_error_at: Unix time of that line; None if the log has no time.
     """
 
     part: str
@@ -55,6 +58,7 @@ class PartStatus:
     port: int
     log: str
     last_error: str
+    last_error_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,8 @@ def look_at(record: Record, records: Records) -> PartStatus:
         if record.may_finish and ended.code == 0:
             state, good = "finished", True
     return PartStatus(
-        record.part, state, detail, good, pid, since, record.port, record.log, last_error(log)
+        *(record.part, state, detail, good, pid, since, record.port, record.log),
+        *last_error(log, time.time()),
     )
 
 
@@ -198,13 +203,47 @@ def last_step(metrics: Path) -> tuple[int | None, float | None]:
     return None, None
 
 
-def last_error(log: Path) -> str:
-    """The last line of a log that names an error, within its last megabyte."""
-    for line in reversed(tail(log, lines=100_000, columns=160, size=1 << 20)):
+NO_ERROR = re.compile(
+    r"(?:\(.*?\) )?[\d:,. -]*(?:DEBUG|INFO|WARNING) |\d\d:\d\d:\d\d (?!ERROR |CRITICAL )"
+)
+"""The begin of a line of a lower level: a warning may quote the error that a retry overcame. A
+trainer leaves INFO out."""
+TIME_OF_LINE = re.compile(r"(?:(?:(\d{4})-)?(\d\d)-(\d\d) )?(\d\d):(\d\d):(\d\d)\b")
+"""The time of a line of a log: of the service, of vLLM, of a trainer or an environment."""
+
+
+def last_error(log: Path, now: float) -> tuple[str, float | None]:
+    """Return the last line of a log that names an error, within its last megabyte, and its Unix
+    time. The end of a traceback has the time of the line before it.
+    """
+    lines = tail(log, lines=100_000, columns=160, size=1 << 20)
+    for number in reversed(range(len(lines))):
+        line = lines[number]
         # vLLM advises about `ulimit -n` at every start.
-        if ERROR_LINE.search(line) and "ulimit -n" not in line:
-            return line.strip()
-    return ""
+        if ERROR_LINE.search(line) and not NO_ERROR.match(line) and "ulimit -n" not in line:
+            times = (time_of_line(lines[before], now) for before in range(number, -1, -1))
+            return line.strip(), next((at for at in times if at is not None), None)
+    return "", None
+
+
+def time_of_line(line: str, now: float) -> float | None:
+    """Return the Unix time near the begin of a line of a log; None if there is none.
+
+    A day or a year that the line lacks is the last one that is not in the future.
+    """
+    found = TIME_OF_LINE.search(line[:60])
+    if found is None:
+        return None
+    today = datetime.fromtimestamp(now)
+    year, month, day, hour, minute, second = (int(part or 0) for part in found.groups())
+    date = (year or today.year, month or today.month, day or today.day)
+    try:
+        at = datetime(*date, hour, minute, second)
+        if at > today + timedelta(hours=1):
+            at = at.replace(year=at.year - 1) if month else at - timedelta(days=1)
+    except ValueError:  # digits of something else
+        return None
+    return at.timestamp()
 
 
 def clock(at: float, now: float) -> str:
@@ -271,10 +310,15 @@ def table(status: Status, run: Path, now: float) -> str:
         )
     if status.page:
         lines.append(f"see the run at {status.page} (its key is {SERVICE} in {run / KEYS_FILE})")
-    lines += [
-        f"last error of {row.part}: {row.last_error}" for row in status.rows if row.last_error
-    ]
+    lines += [error_line(row, now) for row in status.rows if row.last_error]
     return "\n".join(lines)
+
+
+def error_line(row: PartStatus, now: float) -> str:
+    """Return the line about a part's last error: a past one if the part is healthy now."""
+    which = "past" if row.detail == "healthy" else "last"
+    at = "" if row.last_error_at is None else f" at {clock(row.last_error_at, now)}"
+    return f"{which} error of {row.part}{at}: {row.last_error}"
 
 
 def _run_option(run: Path) -> str:

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from example_trainer.launcher.control import Part, Starter, claimed, stop_parts
 from example_trainer.launcher.options import parse
 from example_trainer.launcher.records import PARTS, Record, Records, parts_of
 from example_trainer.launcher.stack import Stack
-from example_trainer.launcher.status import collect, table
+from example_trainer.launcher.status import collect, table, time_of_line
 from tests.example_trainer.launcher.small_stack import (
     FAILS,
     FINISHES,
@@ -120,6 +121,42 @@ def test_the_whole_stack_starts_shows_its_state_and_stops_in_order(run: Run) -> 
     assert all(is_free(port) for port in run.ports)
     assert not collect(run.folder).good
     assert "nothing is started" in table(collect(run.folder), run.folder, time.time())
+
+
+def test_an_error_has_its_time_and_is_past_where_the_part_is_healthy(run: Run) -> None:
+    run.start()
+    now = time.time()
+    at = time.strftime("%H:%M:%S", time.localtime(now - 60))
+    error = f"ERROR {time.strftime('%m-%d')} {at} [engine_watch.py:7] [Engine] UNHEALTHY: silent"
+    (run.folder / "vllm.log").write_text(f"{error}\nRuntimeError: silent\nfine again\n")
+    trouble = "Waiting for the rollout service (POST /batch: ConnectError: [Errno 111] refused)"
+    (run.folder / "env.log").write_text(f"{at} WARNING atroposlib.waiting: {trouble}\n")
+    (run.folder / "trainer.log").write_text(f"WARNING {at} {trouble}\n{at} {trouble}\n")
+    (run.folder / "service.log").write_text(f"2026-01-02 {at},123 WARNING a.b: {trouble}\n")
+    shown = table(collect(run.folder), run.folder, now).splitlines()
+    assert [line for line in shown if " error of " in line] == [
+        f"past error of vllm at {at} (60 s): RuntimeError: silent"
+    ]
+    (run.folder / "trainer.log").write_text(f"ERROR {at} the disk is full\n")
+    shown = table(collect(run.folder), run.folder, now).splitlines()
+    assert f"last error of trainer at {at} (60 s): ERROR {at} the disk is full" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "time_ago"),
+    [
+        ("2026-03-01 11:59:00,123 ERROR a.b: x", 60),
+        ("(EngineCore pid=7) ERROR 02-28 12:00:00 [core.py:9] x", 86_400),
+        ("ERROR 12-31 12:00:00 [core.py:9] x", 60 * 86_400),
+        ("ERROR 13:30:00 x", 22.5 * 3600),
+        ("ValueError: x", None),
+        ("ERROR 13-45 12:00:00 x", None),
+    ],
+)
+def test_the_time_of_a_line_is_the_last_one_that_fits(line: str, time_ago: float | None) -> None:
+    now = datetime(2026, 3, 1, 12, 0, 0).timestamp()
+    at = time_of_line(line, now)
+    assert (at if at is None else now - at) == time_ago
 
 
 def test_what_runs_is_not_started_twice_and_other_parts_are(run: Run) -> None:
