@@ -19,6 +19,7 @@ from atroposlib.inference.client import APIServer
 from atroposlib.inference.server_manager import ServerManager
 from atroposlib.service_client import RejectedByService
 from atroposlib.utils.jsonl import JsonLinesWriter, replace_file, unused_path
+from atroposlib.utils.loop_watch import LoopWatch
 from atroposlib.utils.waiting import Patience, awaited
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ runs, the service answers as soon as the trainer does something."""
 
 MIN_POLL_SECONDS = 0.05
 
+STANDSTILL_SECONDS = 5.0
+"""Code that blocks all items for as long is named in the log."""
 LAST_EVALUATION_SECONDS = 120.0
 """Seconds that an evaluation may run after training is over. The inference server may be stopped at
 any moment then."""
@@ -86,8 +89,9 @@ class Runner:
             await self.author.setup_wandb()
             await self.author.register_env()
             await self.author.get_server_info()
-            while not await self.one_round():
-                await self._rest()
+            with LoopWatch(STANDSTILL_SECONDS):
+                while not await self.one_round():
+                    await self._rest()
             logger.info(
                 "the trainer reached step %d: done (%s dropped)",
                 self.state.curr_step,
@@ -419,7 +423,8 @@ class Runner:
             await awaited(self.author.setup(), "setup", self.author)
             await self.author.wait_for_servers()
             self.reports.start_wandb(self.state.wandb_project, self.state.wandb_group)
-            await self.make_groups()
+            with LoopWatch(STANDSTILL_SECONDS):
+                await self.make_groups()
             await self.author.wandb_log({})
         finally:
             await self.connections.close()
@@ -479,7 +484,8 @@ class Runner:
             await awaited(self.author.setup(), "setup", self.author)
             await self.connections.wait_for_inference()
             self.reports.start_wandb(self.state.wandb_project, self.state.wandb_group)
-            await self.author.evaluate()
+            with LoopWatch(STANDSTILL_SECONDS):
+                await self.author.evaluate()
         finally:
             await self.connections.close()
             self.reports.close()

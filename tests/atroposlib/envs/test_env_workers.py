@@ -11,6 +11,7 @@ import pytest
 
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
 from atroposlib.inference.client import APIServerConfig, OpenAIServer
+from atroposlib.inference.server_manager import ServerManager
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 from tests.rollout_standin import RolloutStandin
 
@@ -252,6 +253,28 @@ async def test_a_stuck_item_is_cut_off_and_cleans_up() -> None:
         await env._runner.rollouts.work_on("item")
     assert cleaned.is_set()
     assert env.drops.by_reason == {"timeout": 1}
+
+
+async def test_code_that_blocks_all_items_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def grade() -> None:
+        while "stood still" not in caplog.text:
+            time.sleep(0.01)
+
+    class Blocking(ScriptedEnv):
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            grade()
+            return await super().collect_trajectory(item)
+
+    monkeypatch.setattr("atroposlib.envs.runner.runner.STANDSTILL_SECONDS", 0.2)
+    steps = ({"current_step": step, "run_ended": step == 3} for step in range(4))
+    env = serving_env(*steps, kind=Blocking)
+    env.server = ServerManager([], testing=True)
+    env.script = [response(float(number % 2)) for number in range(400)]
+    await asyncio.wait_for(env.env_manager(), 60)
+    place = r"grade \(test_env_workers\.py, line \d+\), and"
+    assert re.search(rf"the event loop has stood still for \d+ s in \S*{place}", caplog.text)
 
 
 # ---- broken items
