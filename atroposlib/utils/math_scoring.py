@@ -301,7 +301,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"\\mathbb{R}",
         ),
         (r"\\colon(?![A-Za-z])", ":"),
+        (r"\\bmod(?![A-Za-z])", r"\\mod "),
+        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"(\.\d{6,})\s*(?:\.{3}|…|\\[lc]?dots(?![A-Za-z]))", r"\1"),
+        (r"\.{3}|…|\\[cv]?dots[bcimo]?(?![A-Za-z])", r"\\ldots "),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (
@@ -341,7 +344,8 @@ _WRAPPERS = tuple(
         r"(?i:approximately|approx\.|about|roughly|exactly)\s+(.+)",
         rf"{TEXT_COMMAND}\s*\{{\s*(?i:approximately|approx\.|about|roughly|exactly)\s*\}}\s*(.+)",
         r"(?i:the\s+(?:correct\s+|final\s+)?answer\s+is)\s+(.+)",
-        rf"(.*\S)\s*(?i:{TEXT_COMMAND}\s*\{{)?\s*(?<![A-Za-z])(?i:is\s+the\s+(?:correct\s+|final\s+)?answer)\s*\}}?",
+        r"\(\s*(?:x\s*,\s*y(?:\s*,\s*z)?|a\s*,\s*b(?:\s*,\s*c)?|m\s*,\s*n|p\s*,\s*q)\s*\)\s*=\s*(\(.+\))",
+        rf"(.*?\S)(?i:\s*{TEXT_COMMAND}\s*\{{\s*|\s+)(?i:is\s+the\s+(?:correct\s+|final\s+)?answer)\s*\}}?",
         r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\||\\mid(?![A-Za-z])|:)((?:(?!\\\}).)*)\\\}",
         r"(.+?)(?:\s*(?<!\\)[;,:]|(?<!\.)\.)",
     )
@@ -397,8 +401,13 @@ _NO_UNITS = frozenset(
     sqrt gcd lcm det inf infty alpha beta gamma delta theta lambda sigma phi psi omega rho tau
     """.split()  # noqa: SIM905
 )
-_JUDGEMENTS = frozenset({"wrong", "false", "incorrect", "invalid", "impossible", "no"})
-"""Words behind a number that deny it. In front of a noun they belong to a unit: `5 wrong turns`."""
+_NO_LAST_WORDS = frozenset(
+    """
+    wrong false incorrect invalid impossible fails no above below third fourth fifth sixth seventh
+    eighth ninth tenth hundredth thousandth
+    """.split()  # noqa: SIM905
+)
+"""Words that end no unit. In front of a noun they belong to one: `5 wrong turns`."""
 _TIME_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.?\s?m\b\.?[\s}]*$", re.IGNORECASE)
 _AROUND_NUMBER = re.compile(rf"{TEXT_COMMAND}|\\[!,;: ]|[\s{{}}~*]")
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?(?:([ap])\.?m)?\.?", re.IGNORECASE)
@@ -741,7 +750,7 @@ def _unless_joining(unit: re.Match[str]) -> str:
     before = unit.string[: unit.start()].rstrip()
     if not before or before[-1] in ",;([{" or not _NO_UNITS.isdisjoint(words):
         return unit[0]
-    if words and words[-1] in _JUDGEMENTS:
+    if words and (words[-1] in _NO_LAST_WORDS or "n't" in unit[0].lower()):
         return unit[0]
     return ""
 
@@ -906,7 +915,7 @@ def _compare_spelled(gold: str, answer: str) -> bool | None:
     gold, answer = _with_fourths(gold, answer), _with_fourths(answer, gold)
     one, other = spelled(gold), spelled(answer)
     one, other = _without_modulus(one, other), _without_modulus(other, one)
-    if one and one == other:
+    if one and _SPACE_IN_LIST.sub(",", one) == _SPACE_IN_LIST.sub(",", other):
         return True
     if _ISO_DATE.fullmatch(one) or _ISO_DATE.fullmatch(other):
         return False
@@ -1024,7 +1033,7 @@ _VECTOR = re.compile(
 _QUARTERS = re.compile(r"(?<=[\d\s{])quarter(?=s?\b)")
 _QUARTERS_OF = re.compile(rf"{_QUARTERS.pattern}(?=s?[\s}}]+of\b)")
 _APPROXIMATELY = re.compile(r"\\approx(?:eq)?(?![A-Za-z])")
-_ELLIPSIS = re.compile(r"\.{3}|…|\\[lcv]?dots[bcimo]?(?![A-Za-z])")
+_ELLIPSIS = re.compile(r"\\ldots(?![A-Za-z])")
 _OF_BASE = re.compile(
     r"(?<![A-Za-z\\\d])\d[\dA-F]*\s*_\s*(?!\{?\s*(?:\\text\s*\{\s*)?\(?\s*(?:10|ten)(?![A-Za-z\d]))"
 )
@@ -1139,6 +1148,8 @@ def _equal_formulas(gold: str, answer: str) -> bool:
             return False
     if r"\pmod" in answer and "mod" not in gold:
         return False
+    if (based := with_base(gold)) and re.fullmatch("[0-9A-Fa-f]+", answer):
+        return based[0] == answer.lower().lstrip("0")
     if _OF_BASE.search(answer) and not _OF_BASE.search(gold):
         return False
     gold, answer = _in_radians(gold, answer), _in_radians(answer, gold)
@@ -1251,13 +1262,21 @@ def _real_value(text: str) -> float | None:
     plain = as_number(content)
     if plain is not None:
         return float(plain)
+    values = _parsed(content)
+    number = _evaluated(values[0]) if values and getattr(values[0], "is_number", False) else None
+    return None if number is None or number.imag else number.real
+
+
+def _evaluated(value: Any) -> complex | None:
+    """Return the value of a number; None if that takes too long, as for `9^{9^{9^9}}`."""
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
+
     try:
-        value: Any = next(iter(_parsed(content)), None)
-        number = complex(value.evalf()) if getattr(value, "is_number", False) else 1j
-    except Exception as error:  # noqa: BLE001  # the parser and SymPy raise anything over what a model wrote
-        logger.debug("%.120r has no value: %s", text, error)
+        return timeout(PARSE_SECONDS)(lambda: complex(value.evalf()))()
+    except (TimeoutException, ArithmeticError, TypeError, ValueError) as error:
+        logger.debug("%.120r has no value: %s", value, error)
         return None
-    return None if number.imag else number.real
 
 
 def _equal_expressions(gold: str, answer: str) -> bool:
@@ -1269,6 +1288,8 @@ def _equal_expressions(gold: str, answer: str) -> bool:
     if _is_equation(expected[0]):
         if not _is_equation(parsed[0]) and _is_curve(expected[0], gold):
             return False
+        if getattr(expected[0].args[0], "is_Function", False) and not _is_equation(parsed[0]):
+            expected = [expected[0].args[1]]  # f(2)=5 names 5
     elif _leaves_unsolved(parsed[0]):
         return False
     equal = verify(expected, parsed, timeout_seconds=PARSE_SECONDS, allow_set_relation_comp=True)
@@ -1312,11 +1333,10 @@ def _leaves_unsolved(value: Any) -> bool:
     equations = value._unsorted_args if isinstance(value, And) else [value]
     if not all(isinstance(each, Eq) for each in equations):
         return False
-    for each in equations:
-        if each.lhs.is_number and each.rhs.is_number:
-            left, right = (complex(side.evalf()) for side in (each.lhs, each.rhs))
-            if abs(left - right) > SMALL * max(abs(left), abs(right)):
-                return True
+    sides = dict.fromkeys(side for each in equations for side in each.args)
+    numbers = [_evaluated(side) for side in sides if side.is_number]
+    if not all(_are_close(*pair) for pair in pairwise(numbers)):
+        return True
     named = equations[0].lhs
     is_formula = named.is_Add or named.is_Mul or named.is_Pow or isinstance(named, Abs)
     return is_formula and len(named.free_symbols) == 1 and not named.has(AppliedUndef)
@@ -1357,9 +1377,17 @@ def _are_small_and_differ(one: Any, other: Any) -> bool:
     """
     if not all(getattr(value, "is_number", False) for value in (one, other)):
         return False
-    values = [complex(value.doit().evalf()) for value in (one, other)]
-    larger = max(abs(value) for value in values)
-    return larger < SMALL and abs(values[0] - values[1]) > SMALL * larger
+    values = [_evaluated(value) for value in (one, other)]
+    if None in values:
+        return False
+    return max(map(abs, filter(None, values)), default=0) < SMALL and not _are_close(*values)
+
+
+def _are_close(one: complex | None, other: complex | None) -> bool:
+    """Return whether two numbers agree to a thousandth; a number without a value agrees with none."""
+    if one is None or other is None:
+        return False
+    return abs(one - other) <= SMALL * max(abs(one), abs(other))
 
 
 class MathScorer:

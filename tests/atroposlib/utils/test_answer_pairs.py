@@ -18,7 +18,7 @@ RIGHT = {
     "residues": [
         ("204", r"204 \pmod{1000}"), ("204", "204 mod 1000"), ("204", r"204\bmod 1000"), (r"204\pmod{1000}", "204"),
         ("3", r"3\ (\text{mod }7)"), ("3", r"x \equiv 3 \pmod 7"), ("3", "10 mod 7"), (r"3\pmod 7", "3 (mod 7)"),
-        (r"\frac62", r"3\pmod 7"),
+        (r"\frac62", r"3\pmod 7"), ("4", r"2^{10}\bmod 6"),
     ],
     "semicolons": [
         ("(1,2]", "]1;2]"), ("[1,2]", "[1;2]"), ("(0.5,2]", "]0,5;2]"), ("(-1.5,2)", "(-1,5;2)"),
@@ -31,10 +31,17 @@ RIGHT = {
     ],
     "quarters": [
         ("3/4", "3 quarters"), ("0.75", r"3\text{ quarters}"), ("3", "3 quarters"), ("1/4", "one quarter"),
-        ("3/100", "3 hundredths"),
+        ("3/100", "3 hundredths"), ("0.25", "1 quarter"),
     ],
     "the number on the left": [
         ("5", "5=x"), ("x=5", "5=x"), ("5=x", "5"), (r"\frac12", r"\frac12=P(A)"), ("18", "18=m+n"), ("2+3i", "z=2+3i"),
+        ("f(2)=5", "5"), ("72", "72=60+12"),
+    ],
+    "large numbers": [("2^{2000}", "4^{1000}")],
+    "ellipses": [(r"1,3,5,\ldots", r"1, 3, 5, \dots"), (r"1+2+\cdots+n", r"1+2+\dots+n")],
+    "sentences": [
+        ("25", "25 is the answer"), ("25", r"25\text{ is the final answer}"), ("5", "5 wrong answers"), ("5", "150-145"),
+        ("(-\\infty,\\infty)", r"\text{All real numbers}"), ("all reals", r"\mathbb R"),
     ],
     "numbers of combinations": [
         ("10", "_5C_2"), ("10", "{}_5C_2"), ("10", "{}_{5}C_{2}"), ("10", "{}^5C_2"), ("30", r"3\cdot {}_5C_2"),
@@ -126,7 +133,8 @@ RIGHT = {
         (r"1:\sqrt3:2", r"2:2\sqrt{3}:4"), ("4:5", r"4\colon 5"),
     ],
     "bases": [
-        ("12_3", "(12)_3"), ("12_3", "12 base 3"), ("12_3", r"12_{\text{three}}"), ("12_3", r"\text{12}_3"), ("12_3", "12"),
+        ("12_3", "(12)_3"), ("12_3", "12 base 3"), ("12_3", r"12_{\text{three}}"), ("12_3", r"\text{12}_3"),
+        ("12_3", "12"), ("1A_{16}", "1a"),
         ("12", "12_{10}"),
     ],
     "complex numbers": [
@@ -193,7 +201,8 @@ RIGHT = {
 WRONG = {
     "words that judge a number": [
         ("25", r"25\text{ is wrong}"), ("25", "25 is wrong"), ("25", "25 (wrong)"), ("25", "25 false"), ("5", "5 too many"),
-        ("5", "5 maybe"), ("5", r"5\text{ is not possible}"), ("5", "Not: 5"), ("5", r"\text{It isn't true: } 5"),
+        ("5", "5 maybe"), ("5", r"5\text{ doesn't work}"), ("5", "5 fails"), ("5", r"5\text{ is not possible}"),
+        ("5", "Not: 5"), ("5", r"\text{It isn't true: } 5"),
     ],
     "false approximations": [
         ("25", "25 ≈ 26"), ("26", "25 ≈ 26"), ("26", r"25\approx 26"), ("3.14", r"3\approx 3.14"), ("10", r"2x\approx 10"),
@@ -201,7 +210,7 @@ WRONG = {
     ],
     "ellipses": [
         ("25", r"25\ldots"), ("25", r"\ldots 25"), ("2,5", r"2,5,\ldots"), ("0.25", r"0.25\ldots"), (r"1,2,\ldots", "1,2"),
-        (r"\sqrt2", r"1.41431357\ldots"), ("1,2,3", "1,2,3,…"),
+        (r"1,3,5,\ldots", "1,3,5"), (r"\sqrt2", r"1.41431357\ldots"), ("1,2,3", "1,2,3,…"),
     ],
     "combinations without indices": [
         ("10", "5C1"), ("10", "C_6^2"), ("10", "C(2,5)"), ("10", "C_2^5"), ("7", "5C2"), ("10", "5C2x"), ("10x", "5Cx"),
@@ -210,6 +219,7 @@ WRONG = {
     "residues": [
         ("204", r"1204\pmod{1000}"), ("7", "7 mod 3"), ("3", r"4\pmod 7"), ("7", r"3\pmod 7"), (r"3\pmod 7", r"3\pmod 5"),
         ("6", r"-1\pmod 7"), ("3", r"3\pmod 0"), ("3", "3 mod x"), (r"3\pmod 7", "4"),
+        ("10", r"10 \bmod 7"), ("3", "3, 4 mod 7"),
     ],
     "semicolons": [
         ("(1,2]", "[1;2]"), ("(0.5,2]", "]0,6;2]"), ("(1,2,3)", "(1;2)"), ("(1000,2)", "(1,000;3)"),
@@ -217,9 +227,11 @@ WRONG = {
     ],
     "quarters": [
         ("4", "3 quarters"), ("4/3", "3 quarters"), ("3", "3 quarters of an hour"), ("3", "3 hundredths"), ("7", "7 tenths"),
+        ("1", "1 fourth"), ("1", "1 third"),
     ],
     "the number on the left": [
         ("5", "5=2x"), ("5", "5=x+1"), ("5", "5=x^2"), ("5", "6=x"), ("x=5", "6=x"), ("5", "5=6"), ("2+3i", "z=2-3i"),
+        ("6", "5=x=6"), ("5", "5=x=6"),
     ],
     "a line for a number": [("x+y=3", "3"), ("xy=6", "6"), (r"\frac{x}{2}+\frac{y}{3}=1", "1"), ("x+y+z=0", "0")],
     "equations that are to be solved": [
@@ -289,7 +301,8 @@ WRONG = {
     ],
     "degrees and radians": [(r"60^\circ", r"\frac\pi6"), ("30", r"30\pi"), (r"\frac{\pi}{6}", "30")],
     "lists and sets": [
-        ("1,2", "(2,1)"), ("(1,2)", "2,1"), (r"\{1,2\}", "(1,2)"), ("3, 3, 8", "3, 8, 8"), ("3, 3, 8", "3, 8"),
+        ("1,2", "(2,1)"), ("(1,2)", "2,1"), (r"\{1,2\}", "(1,2)"), (r"\{1,2\}", "(x,y)=(1,2)"), ("3, 3, 8", "3, 8, 8"),
+        ("3, 3, 8", "3, 8"),
         ("0.5, 0.5, 1", r"\frac12, 1, 1"),
     ],
     "inequalities joined by and": [("1<x<2", r"x>1\text{ and }x<3"), ("1<x<2", "1>x>2"), ("1<x<2", r"x>1\text{ or }x<2")],
@@ -416,6 +429,17 @@ def test_a_wrong_answer_never_counts(gold: str, answer: str) -> None:
         "one hundred ",
         " hundred",
         "0.1(",
+        "(1;2",
+        "1;",
+        "5C2 ",
+        "C_5^2",
+        "approximately ",
+        " is the answer",
+        " quarter ",
+        "7 mod ",
+        "not ",
+        r"\approx 1",
+        "...",
         "=1",
     ],
 )

@@ -163,6 +163,15 @@ async def test_a_comparison_that_hangs_is_cut_off_and_the_next_one_works(
     scorer.close()
 
 
+@pytest.mark.parametrize("answer", [r"9^{9^{9^9}}\approx 5", "5=9^{9^{9^9}}", "x=5=9^{9^{9^9}}"])
+def test_a_tower_of_powers_has_no_value_in_time(
+    monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """The time limit of a test ends an evaluation without a limit of its own."""
+    monkeypatch.setattr(math_scoring, "PARSE_SECONDS", 1)
+    assert not math_scoring.equal_in_this_process("5", answer)
+
+
 async def test_an_answer_that_kills_its_child_is_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
