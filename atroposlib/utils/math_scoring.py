@@ -16,6 +16,7 @@ removal of units is not used: it takes the variable of `3m` or of `x^2+3t` for a
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import re
 import unicodedata
@@ -25,6 +26,7 @@ from fractions import Fraction
 from itertools import pairwise, product
 from typing import Any
 
+from atroposlib.errors import EnvironmentFailure
 from atroposlib.utils.measures import TEXT_COMMAND, equal_measures, measure
 from atroposlib.utils.processes import ChildDied, KillableCalls
 
@@ -301,6 +303,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"\\mathbb{R}",
         ),
         (r"\\colon(?![A-Za-z])", ":"),
+        (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
         (r"\\bmod(?![A-Za-z])", r"\\mod "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"(\.\d{6,})\s*(?:\.{3}|…|\\[lc]?dots(?![A-Za-z]))", r"\1"),
@@ -727,7 +730,7 @@ def _unwrapped(text: str) -> str:
         for wrapper in _WRAPPERS:
             if match := wrapper.fullmatch(text):
                 text = match[1].strip()
-        if (whole := _WHOLE_TEXT.fullmatch(text)) and re.search(r"\d", whole[1]):
+        if (whole := _WHOLE_TEXT.fullmatch(text)) and re.search(r"\d|^\s*[A-J]\s*,", whole[1]):
             text = whole[1].strip()
         if text == before:
             return text
@@ -833,7 +836,7 @@ _SPELLINGS = str.maketrans(
     "０１２３４５６７８９，．－＋−–‐‑\u00a0\u2009\u202f’", "0123456789,.-+----   '"
 )
 _LATEX_COMMA = re.compile(r",\\!|\{,\}|\\,")
-_SPACE_IN_LIST = re.compile(r"\s*,\s*")
+_SPACE_IN_LIST = re.compile(r"\s*(,|&|\\\\)\s*")
 
 
 def as_number(text: str) -> Decimal | None:
@@ -894,7 +897,7 @@ def compare_plainly(gold: str, answer: str) -> bool | None:
     if numbers[0] is not None and numbers[1] is not None:
         currencies = _currency(gold), _currency(answer)
         return numbers[0] == numbers[1] and (None in currencies or currencies[0] == currencies[1])
-    texts = [_SPACE_IN_LIST.sub(",", text.strip()) for text in (gold, answer)]
+    texts = [_SPACE_IN_LIST.sub(r"\1", text.strip()) for text in (gold, answer)]
     if texts[0] == texts[1]:
         return bool(texts[0])
     if not all(texts) or max(len(gold), len(answer)) > MAX_EXPRESSION_CHARACTERS:
@@ -915,7 +918,7 @@ def _compare_spelled(gold: str, answer: str) -> bool | None:
     gold, answer = _with_fourths(gold, answer), _with_fourths(answer, gold)
     one, other = spelled(gold), spelled(answer)
     one, other = _without_modulus(one, other), _without_modulus(other, one)
-    if one and _SPACE_IN_LIST.sub(",", one) == _SPACE_IN_LIST.sub(",", other):
+    if one and _SPACE_IN_LIST.sub(r"\1", one) == _SPACE_IN_LIST.sub(r"\1", other):
         return True
     if _ISO_DATE.fullmatch(one) or _ISO_DATE.fullmatch(other):
         return False
@@ -1099,7 +1102,18 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
     """Compare two LaTeX expressions; False if either cannot be read.
 
     Call it in a process's main thread.
+
+    Raises:
+        EnvironmentFailure: a package that reads formulas is not installed.
     """
+    for name in ("math_verify", "latex2sympy2_extended"):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise EnvironmentFailure(
+                f"formulas need the package {error.name}, which is not installed: "
+                "pip install math-verify latex2sympy2_extended"
+            ) from error
     sides = (approximations(text) for text in (gold, answer))
     return any(
         _equal_formulas(*pair) if (equal := compare_plainly(*pair)) is None else equal

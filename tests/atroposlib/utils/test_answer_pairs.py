@@ -38,6 +38,9 @@ RIGHT = {
         ("f(2)=5", "5"), ("72", "72=60+12"),
     ],
     "large numbers": [("2^{2000}", "4^{1000}")],
+    "spaces and fonts": [
+        (r"\begin{pmatrix}a&b\\c&d\end{pmatrix}", r"\begin{pmatrix}a & b \\ c & d\end{pmatrix}"), (r"\text{B,E}", "B,E"),
+    ],
     "ellipses": [(r"1,3,5,\ldots", r"1, 3, 5, \dots"), (r"1+2+\cdots+n", r"1+2+\dots+n")],
     "sentences": [
         ("25", "25 is the answer"), ("25", r"25\text{ is the final answer}"), ("5", "5 wrong answers"), ("5", "150-145"),
@@ -233,6 +236,7 @@ WRONG = {
         ("5", "5=2x"), ("5", "5=x+1"), ("5", "5=x^2"), ("5", "6=x"), ("x=5", "6=x"), ("5", "5=6"), ("2+3i", "z=2-3i"),
         ("6", "5=x=6"), ("5", "5=x=6"),
     ],
+    "invisible numbers": [("7", r"\phantom{7}"), ("7", r"\hphantom{7}8")],
     "a line for a number": [("x+y=3", "3"), ("xy=6", "6"), (r"\frac{x}{2}+\frac{y}{3}=1", "1"), ("x+y+z=0", "0")],
     "equations that are to be solved": [
         ("5", "x^2=5"), ("5", "2x=5"), ("5", "x+1=5"), ("5", "-x=5"), ("5", "|x|=5"), ("5", "1/x=5"), ("5", r"\sqrt{x}=5"),

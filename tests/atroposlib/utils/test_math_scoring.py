@@ -4,6 +4,7 @@ process.
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Iterator
 from decimal import Decimal
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atroposlib.errors import EnvironmentFailure
 from atroposlib.utils import math_scoring
 from atroposlib.utils.math_scoring import MathScorer, as_number, compare_plainly
 
@@ -161,6 +163,15 @@ async def test_a_comparison_that_hangs_is_cut_off_and_the_next_one_works(
     monkeypatch.undo()
     assert await scorer.equal("2", r"\frac{4}{2}") is True
     scorer.close()
+
+
+@pytest.mark.parametrize("package", ["math_verify", "latex2sympy2_extended"])
+def test_a_package_that_is_missing_is_named_and_no_answer_counts_as_wrong(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(EnvironmentFailure, match=f"{package}.*pip install math-verify"):
+        math_scoring.equal_in_this_process("2", r"\sqrt{4}")
 
 
 @pytest.mark.parametrize("answer", [r"9^{9^{9^9}}\approx 5", "5=9^{9^{9^9}}", "x=5=9^{9^{9^9}}"])
