@@ -325,8 +325,9 @@ def test_only_a_server_that_nobody_stopped_ends_with_an_error(
         lines = []
         for line in server.stdout:
             lines.append(line)
-            # Uvicorn logs this after vLLM has put its handlers of signals in place.
-            if "Application startup complete" in line and isinstance(end, signal.Signals):
+            # Uvicorn logs this when its socket and vLLM's handlers of signals are in place. It cannot
+            # stop before.
+            if "Uvicorn running on" in line and isinstance(end, signal.Signals):
                 server.send_signal(end)
     log = "".join(lines)
     assert server.returncode == status, log
