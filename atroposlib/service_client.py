@@ -182,7 +182,9 @@ class RolloutServiceClient(ServiceClient):
             wait: seconds after which it comes nevertheless.
             trouble: why this environment posts no groups; empty if it does.
         """
-        body: dict[str, Any] = {"env_id": env_id, "process": this_process(), "trouble": trouble}
+        body: dict[str, Any] = {"env_id": env_id, "process": this_process()}
+        if trouble:
+            body["trouble"] = trouble
         if moves is not None:
             body |= {"moves": moves, "wait": wait}
         return await self._call("GET", "/status-env", body)

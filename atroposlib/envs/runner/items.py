@@ -359,11 +359,48 @@ def only_trained(values: list[T], trained: list[bool]) -> list[list[T]]:
     return [[value] if trains else [] for value, trains in zip(values, trained, strict=True)]
 
 
+class LengthDrops:
+    """The groups that were dropped for their length since the last group that was not."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self.fitted = False
+        """A group of this run was not too long."""
+        self._shortest = self._limit = 0
+
+    def add(self, longest: int, limit: int) -> None:
+        """Count a group, and log the 1st, 2nd, 4th, … in a row.
+
+        Args:
+            longest: tokens of its longest sequence.
+            limit: tokens that the trainer takes at most, and one more.
+        """
+        self.in_a_row, self._limit = self.in_a_row + 1, limit
+        self._shortest = min(self._shortest or longest, longest)
+        if self.in_a_row.bit_count() == 1:
+            logger.warning("%s", self.describe())
+
+    def end(self) -> None:
+        """Note a group that is not too long."""
+        self.in_a_row, self._shortest, self.fitted = 0, 0, True
+
+    def describe(self) -> str:
+        """Return how many were dropped, with the limit and the remedy; empty for none."""
+        if not self.in_a_row:
+            return ""
+        return (
+            f"groups dropped in a row for their length: {self.in_a_row}. Each has a sequence of {self._shortest} "
+            f"tokens or more, and the trainer takes fewer than {self._limit}: raise the trainer's --seq-len, or "
+            "lower --env.max_token_length"
+        )
+
+
 class Delivery:
     """Hands groups on, and counts dropped ones by reason."""
 
     def __init__(self, state: RunState, connections: Connections, author: Author):
         self.state, self.connections, self.author = state, connections, author
+        self.length_drops = LengthDrops()
         self.kl_sum = 0.0
         self.kl_tokens = 0
 
@@ -437,9 +474,9 @@ class Delivery:
             return "equal_scores"
         longest = max(len(tokens) for tokens in group["tokens"])
         if abort_when_too_long and 0 < self.state.max_token_len <= longest:
-            self.state.length_drops.add(longest, self.state.max_token_len)
+            self.length_drops.add(longest, self.state.max_token_len)
             return "too_long"
-        self.state.length_drops.end()
+        self.length_drops.end()
         return None
 
     # ---- the teacher of `--env.teacher_url`; without one, none of this does anything
@@ -597,10 +634,15 @@ class Workers:
     """Keeps as many items in work as are allowed."""
 
     def __init__(
-        self, state: RunState, connections: Connections, author: Author, rollouts: Rollouts
+        self,
+        state: RunState,
+        connections: Connections,
+        author: Author,
+        rollouts: Rollouts,
+        length_drops: LengthDrops,
     ):
         self.state, self.connections, self.author = state, connections, author
-        self.rollouts = rollouts
+        self.rollouts, self.length_drops = rollouts, length_drops
         self.wake = asyncio.Event()
         """Set when a worker has finished."""
         self.fatal: EnvironmentFailure | None = None
@@ -701,7 +743,7 @@ class Workers:
 
         A few such items are common, unless they are the first ones.
         """
-        too_long, failed = self.state.length_drops, ""
+        too_long, failed = self.length_drops, ""
         if too_long.fitted and max(too_long.in_a_row, self.failures_in_a_row) < TROUBLE_FROM:
             return ""
         if self.failures_in_a_row:
@@ -715,7 +757,7 @@ class Workers:
         for server in self.connections.server.servers:
             if isinstance(server, APIServer) and server.pool.failure is not None:
                 raise server.pool.failure
-        limit, too_long = self.state.config.max_consecutive_failures, self.state.length_drops
+        limit, too_long = self.state.config.max_consecutive_failures, self.length_drops
         if 0 < limit <= too_long.in_a_row and not too_long.fitted:
             raise EnvironmentFailure(too_long.describe())
         if 0 < limit <= self.failures_in_a_row:

@@ -68,7 +68,9 @@ class Runner:
         self.rollouts = Rollouts(state, connections, author)
         self.delivery = Delivery(state, connections, author)
         self.reports = Reports(state, connections, author)
-        self.workers = Workers(state, connections, author, self.rollouts)
+        self.workers = Workers(
+            state, connections, author, self.rollouts, self.delivery.length_drops
+        )
         self.trainer_steps = -1
         self._last_round: float | None = None
         self._handed_out: tuple[int, float] | None = None

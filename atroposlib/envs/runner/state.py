@@ -56,42 +56,6 @@ class RunningItem:
     collected: bool = False
 
 
-class LengthDrops:
-    """The groups that were dropped for their length since the last group that was not."""
-
-    def __init__(self) -> None:
-        self.in_a_row = 0
-        self.fitted = False
-        """A group of this run was not too long."""
-        self._shortest = self._limit = 0
-
-    def add(self, longest: int, limit: int) -> None:
-        """Count a group, and log the 1st, 2nd, 4th, … in a row.
-
-        Args:
-            longest: tokens of its longest sequence.
-            limit: tokens that the trainer takes at most, and one more.
-        """
-        self.in_a_row, self._limit = self.in_a_row + 1, limit
-        self._shortest = min(self._shortest or longest, longest)
-        if self.in_a_row.bit_count() == 1:
-            logger.warning("%s", self.describe())
-
-    def end(self) -> None:
-        """Note a group that is not too long."""
-        self.in_a_row, self._shortest, self.fitted = 0, 0, True
-
-    def describe(self) -> str:
-        """Return how many were dropped, with the limit and the remedy; empty for none."""
-        if not self.in_a_row:
-            return ""
-        return (
-            f"groups dropped in a row for their length: {self.in_a_row}. Each has a sequence of {self._shortest} "
-            f"tokens or more, and the trainer takes fewer than {self._limit}: raise the trainer's --seq-len, or "
-            "lower --env.max_token_length"
-        )
-
-
 class RunState:
     """Configuration, progress, items in work and counters of one environment's run."""
 
@@ -122,7 +86,6 @@ class RunState:
 
         # Counters, and values for the next metrics
         self.drops = DropCounter()
-        self.length_drops = LengthDrops()
         self.groups_sent = 0
         self.items_sent_this_step = 0
         self.completion_lengths: list[int] = []

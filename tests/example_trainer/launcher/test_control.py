@@ -125,7 +125,7 @@ def test_the_whole_stack_starts_shows_its_state_and_stops_in_order(run: Run) -> 
 
 def test_an_error_has_its_time_and_is_past_where_the_part_is_healthy(run: Run) -> None:
     run.start()
-    now = time.time()
+    now = float(int(time.time()))
     at = time.strftime("%H:%M:%S", time.localtime(now - 60))
     error = f"ERROR {time.strftime('%m-%d')} {at} [engine_watch.py:7] [Engine] UNHEALTHY: silent"
     (run.folder / "vllm.log").write_text(f"{error}\nRuntimeError: silent\nfine again\n")
