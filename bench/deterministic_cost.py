@@ -64,7 +64,7 @@ SEATS = 256
 PAGES_ROOM = 64
 """Tokens of the cache beside a sequence's own: its last page, and one for what is in flight."""
 ROUNDS = 3
-PROFILED = {"1 sequence": 64, "256 sequences": 32}
+PROFILED = {"1 sequence": 64, "32 sequences": 48, "256 sequences": 32}
 """Load -> tokens of each sequence while the GPU's kernels are timed; after the measurements, which
 this would slow down."""
 STEPS: dict[str, dict[str, Any]] = {

@@ -19,68 +19,36 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 import argparse
-import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.gpu.processes import BenchError
-from bench.gpu.runs import Sitting, common_options, run_and_report
-from bench.gpu.speed_worker import Timer
-from bench.gpu.summary import table
+from bench.gpu.kernel_candidates import (
+    OPTIONS,
+    Candidate,
+    Comparison,
+    KernelCandidates,
+    prepare,
+    report,
+)
+from bench.gpu.runs import common_options, run_and_report
 from bench.gpu.synthetic import geometry_of
-from bench.measured import Options, command_line
+from bench.measured import command_line
 from example_trainer.models.ops import flash_attention_4, torch_gradients
 from example_trainer.models.packing import Packing
 from example_trainer.models.shards import add_product
 from vllm_patching.batch_invariant import ops
-from vllm_patching.batch_invariant.settings import enable_settings
 
 SHAPES = ("qwen3-1.7b", "qwen3-8b")
 TOKENS, HEAD_TOKENS = 16384, 4096
 """Tokens of a bin, and of a chunk of logits."""
 LENGTHS = {"512": (512, 16384), "4k": (4096, 16384), "32k": (32768, 32768)}
-WARM_UP, REPEATS = 2, 5
-LARGEST_ERROR = 1e-2
-COLUMNS = ("ms", "tflops", "error", "repeats", "same_bits")
-TINY_DIVISOR = 256
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to compute the same gradients.
-
-    Attributes:
-        name: in the table.
-        run: computes them.
-        ours: its bits are compared with our first one's.
-        fixed: its sums have an order, so a second run gives the same bits.
-    """
-
-    name: str
-    run: Callable[[], tuple[Tensor, ...]]
-    ours: bool = True
-    fixed: bool = True
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Candidates for the same gradients.
-
-    Attributes:
-        flops: of the shortest way to them.
-        candidates: the first one's gradients are what the others' errors are against.
-    """
-
-    flops: float
-    candidates: list[Candidate]
 
 
 def weight_candidates() -> list[Any]:
@@ -113,33 +81,16 @@ def ragged(tokens: int) -> list[int]:
     return lengths
 
 
-class GradientKernels(Sitting):
+class GradientKernels(KernelCandidates):
     """The comparisons of one run and their figures."""
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
         super().__init__(args, work, stack)
-        self.ends = time.monotonic() + args.seconds
-        self.device = torch.device(args.device)
-        self.generator = torch.Generator(self.device).manual_seed(0)
-        # The interpreter of Triton has no product of bfloat16.
-        self.dtype = torch.bfloat16 if self.on_gpu else torch.float16
-        self.smaller = TINY_DIVISOR if args.tiny else 1
         self.shapes = SHAPES[:1] if args.tiny else SHAPES
 
-    def run(self) -> None:
-        """Make every comparison that the time suffices for."""
-        self.describe()
-        for name, comparison in {**self.weights(), **self.attentions()}.items():
-            if time.monotonic() > self.ends:
-                self.results.put("cases", name, value={"skipped": "no time was left"})
-                continue
-            self.results.measure("cases", name, run=lambda made=comparison: self.compared(made()))
-            if self.on_gpu:
-                torch.cuda.empty_cache()
-
-    def normal(self, *sizes: int) -> Tensor:
-        """Draw one tensor."""
-        return torch.randn(sizes, generator=self.generator, device=self.device).to(self.dtype)
+    def comparisons(self) -> dict[str, Callable[[], Comparison]]:
+        """See KernelCandidates."""
+        return {**self.weights(), **self.attentions()}
 
     def weights(self) -> dict[str, Callable[[], Comparison]]:
         """The comparisons of weight gradients, by name."""
@@ -214,56 +165,6 @@ class GradientKernels(Sitting):
         # Five products for each pair of a query and a key that it sees.
         return Comparison(10.0 * packing.attended_pairs * heads * width, candidates)
 
-    def compared(self, comparison: Comparison) -> dict[str, Any]:
-        """The figures of each candidate, by name.
-
-        Raises:
-            BenchError: a candidate's gradients are wrong, or change from run to run.
-        """
-        first: list[Tensor] = []
-        bits: list[Tensor] = []
-        rows: dict[str, Any] = {}
-        for one in comparison.candidates:
-            try:
-                found = [part.clone() for part in one.run()]
-            except compiler_error() as error:
-                rows[one.name] = {"refused": (str(error) or type(error).__name__)[:200]}
-                continue
-            first = first or found
-            bits = bits or (found if one.ours else [])
-            row = rows[one.name] = {
-                "error": max(map(distance, found, first)),
-                "repeats": all(map(torch.equal, found, one.run())),
-                "same_bits": all(map(torch.equal, found, bits)) if one.ours else None,
-            }
-            if not row["error"] <= LARGEST_ERROR or (one.fixed and not row["repeats"]):
-                raise BenchError(f"{one.name}: {row}")
-            row |= self.times(one, comparison.flops)
-        return {"candidates": rows}
-
-    def times(self, one: Candidate, flops: float) -> dict[str, float]:
-        """The shortest time of one candidate, after some to warm up."""
-        timer = Timer(self.device)
-        repeats = 1 if self.args.tiny else REPEATS
-        for _ in range(0 if self.args.tiny else WARM_UP):
-            one.run()
-        seconds = min(timer(one.run) for _ in range(repeats))
-        return {"ms": round(seconds * 1e3, 3), "tflops": round(flops / seconds / 1e12, 1)}
-
-
-def compiler_error() -> type[Exception]:
-    """Return the error that Triton raises for blocks that do not fit into the GPU."""
-    from triton.errors import TritonError
-
-    found: type[Exception] = TritonError
-    return found
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Relative error of one gradient."""
-    norm = expected.float().norm().item()
-    return float((found.float() - expected.float()).norm()) / (norm or 1.0)
-
 
 def matrices(shape: str) -> Iterator[tuple[str, int, int, int]]:
     """Name, outputs, inputs and tokens of each matrix of a model."""
@@ -276,37 +177,10 @@ def matrices(shape: str) -> Iterator[tuple[str, int, int, int]]:
     yield "head", g.vocab_size, g.hidden_size, HEAD_TOKENS
 
 
-def report(data: dict[str, Any]) -> str:
-    """A table of each comparison, the fastest candidates first, and what did not run."""
-    parts = []
-    for name, case in data.get("cases", {}).items():
-        if "candidates" not in case:
-            parts.append(f"{name}: {case}")
-            continue
-        rows = sorted(case["candidates"].items(), key=lambda row: row[1].get("ms", 1e9))
-        cells = [
-            [label, *(f"{row[key]:.1e}" if key == "error" else row[key] for key in COLUMNS)]
-            for label, row in rows
-            if "ms" in row
-        ]
-        parts += [table([name, *COLUMNS], cells)] if cells else []
-        parts += [f"{label}: refused: {row['refused']}" for label, row in rows if "refused" in row]
-    return "\n\n".join(parts)
-
-
-OPTIONS: Options = {
-    "--tiny": {"action": "store_true", "help": "tiny sizes, to try the script itself"},
-    "--seconds": {"type": float, "default": 205.0, "help": "then no comparison begins any more"},
-}
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = common_options("gradient_kernels") | OPTIONS
     args: argparse.Namespace = command_line(__doc__, options).parse_args(arguments)
-    if args.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    else:
-        enable_settings()
+    prepare(args.device)
     return run_and_report(args, GradientKernels, report)
 
 

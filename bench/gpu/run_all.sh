@@ -65,6 +65,7 @@
 #   33-lengths            one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels
 #   33-gradients          one: the blocks that its gradient kernels may be cut into, beside cuBLAS and FlashAttention 4. Four
 #                         minutes
+#   33-moe-products       one: the blocks that the product of an expert's few rows may be cut into, beside PyTorch's grouped product
 #   33-moe-*              mixtures of experts with the sizes of Qwen3-30B-A3B, on GPUs of 80 GB
 #   33-moe-checks         one: router, experts and their gradients by themselves, and their speed. Needs no server
 #   33-moe-parity         one: 12 of its 48 layers, a million tokens
@@ -304,6 +305,11 @@ case $kind in
     size=(--device cuda)
     [[ -z ${DRY:-} ]] || size=(--device cpu --tiny)
     run 240 gradient_kernels bench/gpu/gradient_kernels.py --name "gradient_kernels$version" "${size[@]}"
+    ;;
+  33-moe-products)
+    size=(--device cuda)
+    [[ -z ${DRY:-} ]] || size=(--device cpu --tiny)
+    run 240 expert_products bench/gpu/expert_products.py --name "expert_products$version" "${size[@]}"
     ;;
   33-updates)
     run 300 updates bench/weight_sync.py --parts single_copy --concurrency 64 512 --name "updates$version" ${tiny[@]+"${tiny[@]}"}

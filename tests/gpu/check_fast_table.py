@@ -245,7 +245,7 @@ def grouped(dtype: torch.dtype, tokens: int) -> Result:
 
     def slots(rows: slice) -> Tensor:
         assigned = ops.assign(chosen[rows], experts)
-        picked = x[rows][assigned.order // count]
+        picked = x[rows][assigned.tokens]
         return ops.grouped_product(picked, weight, assigned.ends)[assigned.places]
 
     whole = slots(slice(0, tokens))

@@ -154,8 +154,7 @@ def products(layer: Layer, routing: str) -> Result:
 
 def _slots(x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     assigned = ops.assign(chosen, len(weight))
-    rows = x.index_select(0, assigned.order // chosen.shape[1])
-    return ops.expert_linear(rows, weight, assigned.ends)[assigned.places]
+    return ops.expert_linear(x, weight, assigned.ends, assigned.tokens)[assigned.places]
 
 
 def _part(slots: Tensor, rows: slice, layer: Layer) -> Tensor:
@@ -217,7 +216,7 @@ def speed(layer: Layer, timed: tuple[int, ...] = TIMED_ROWS) -> Result:
     for tokens in timed:
         x, weights, chosen = _asked(layer, tokens)
         assigned = ops.assign(chosen, layer.experts)
-        rows = x.index_select(0, assigned.order // layer.chosen)
+        rows = x.index_select(0, assigned.tokens)
         inner = random_rows(len(rows), layer.inner, like=x, seed=7)
         ways: dict[str, Callable[[], Any]] = {
             "experts": partial(ops.experts, x, weights, chosen, w13, w2),

@@ -14,9 +14,6 @@ bytes. Here each element is added in the order of the ranks.
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
 import torch
 import triton
 import triton.language as tl
@@ -159,11 +156,6 @@ def _lay_out(  # type: ignore[no-untyped-def]
     tl.store(to, key, mask=valid)
     source = token * value_token_stride + head * value_head_stride + column
     tl.store(to + DIM, tl.load(v + source, mask=valid), mask=valid)
-
-
-def source_hash() -> str:
-    """Hash of this file: two sides with the same hash and the same Triton run the same norm."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

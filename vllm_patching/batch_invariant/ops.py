@@ -250,34 +250,41 @@ class Assigned(NamedTuple):
 
     Attributes:
         order: [rows] int64, token · count + slot of each row.
+        tokens: [rows] int64, the token of each row.
         places: [tokens · count] int64, the row of each token's slot.
         ends: [experts] int32, one past the last row of each.
     """
 
     order: torch.Tensor
+    tokens: torch.Tensor
     places: torch.Tensor
     ends: torch.Tensor
 
 
 def assign(chosen: torch.Tensor, experts: int) -> Assigned:
     """Sort the choices [tokens, count] by expert. Everything stays on the device."""
-    ranked, order = chosen.reshape(-1).sort(stable=True)
-    numbers = torch.arange(max(experts, len(order)), device=chosen.device)
-    places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
-    ends = torch.searchsorted(ranked, numbers[:experts], right=True, out_int32=True)
-    return Assigned(order, places, ends)
+    if not chosen.is_cuda:
+        return Assigned(*reference.assign(chosen, experts))
+    return Assigned(*_expert_kernels().assign(chosen, experts))
 
 
-def expert_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def expert_linear(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
     """The product of each row with its expert's matrix: [rows, out].
 
     Args:
-        rows: [rows, in], sorted by expert; ends: see Assigned.
+        x: [rows, in], sorted by expert; with `tokens`, [tokens, in].
         weight: [experts, out, in].
+        ends: see Assigned.
+        tokens: see Assigned; the row of x for each row. Not given: x has the rows themselves.
     """
-    if not rows.is_cuda:
-        return reference.expert_linear(rows, weight, ends)
-    return grouped_product(rows, weight, ends)
+    if x.is_cuda and _expert_kernels().takes(len(x if tokens is None else tokens), weight):
+        few: torch.Tensor = _expert_kernels().few_rows(x, weight, ends, tokens)
+        return few
+    rows = x if tokens is None else x.index_select(0, tokens)
+    product = grouped_product if x.is_cuda else reference.expert_linear
+    return product(rows, weight, ends)
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -366,9 +373,7 @@ def mix(
     if parts < 1 or w2.shape[2] % parts:
         raise ValueError(f"an inner width of {w2.shape[2]} cannot be cut into {parts} equal parts")
     assigned = assign(chosen, w13.shape[0])
-    rows = x.index_select(0, assigned.order // chosen.shape[1])
-    inner = expert_linear(rows, w13, assigned.ends)
-    del rows  # its memory is needed for the outputs
+    inner = expert_linear(x, w13, assigned.ends, assigned.tokens)
     width = w2.shape[2] // parts
     outputs = [
         weighted_sum(
@@ -547,6 +552,11 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 @functools.cache
 def _kernels() -> ModuleType:
     return importlib.import_module("vllm_patching.batch_invariant.kernels")
+
+
+@functools.cache
+def _expert_kernels() -> ModuleType:
+    return importlib.import_module("vllm_patching.batch_invariant.expert_kernels")
 
 
 @functools.cache

@@ -51,13 +51,11 @@ def provenance(plan: SumPlan | None = None) -> dict[str, str]:
             **{name: _REFERENCE for name in OPERATIONS},
             **shared,
             "machine": "cpu",
-            "reference": _reference_hash(),
+            "reference": _source_hash("reference.py"),
         }
-    from vllm_patching.batch_invariant import kernels
-
     vllm = f"vllm {importlib.import_module('vllm').__version__}"
     triton = f"triton {importlib.import_module('triton').__version__}"
-    ours = f"lockstep {kernels.source_hash()} {triton}"
+    ours = f"lockstep {_source_hash('kernels.py')} {triton}"
     flags = " ".join(f"{name}={value}" for name, value in sorted(pinned().items()))
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
@@ -70,7 +68,7 @@ def provenance(plan: SumPlan | None = None) -> dict[str, str]:
         "chosen_logprobs": ours,
         "add_parts": ours,
         "route": ours,
-        "experts": f"torch grouped_mm, {ours}",
+        "experts": f"torch grouped_mm, {ours}, {_source_hash('expert_kernels.py')}",
         **shared,
         "machine": f"{device.name} sm_{device.major}{device.minor} {device.multi_processor_count} SMs",
     }
@@ -117,5 +115,6 @@ def _cublas_version() -> str:
     return "unknown"
 
 
-def _reference_hash() -> str:
-    return hashlib.sha256((Path(__file__).parent / "reference.py").read_bytes()).hexdigest()[:12]
+def _source_hash(name: str) -> str:
+    """Hash of a file: two sides with the same hash and the same Triton run the same kernels."""
+    return hashlib.sha256((Path(__file__).parent / name).read_bytes()).hexdigest()[:12]

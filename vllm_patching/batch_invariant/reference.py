@@ -113,6 +113,15 @@ def route(
     return weights, chosen.contiguous()
 
 
+def assign(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
+    """See ops.assign."""
+    ranked, order = chosen.reshape(-1).sort(stable=True)
+    numbers = torch.arange(max(experts, len(order)))
+    places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
+    ends = torch.searchsorted(ranked, numbers[:experts], right=True, out_int32=True)
+    return order, order // chosen.shape[1], places, ends
+
+
 def expert_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """See ops.expert_linear."""
     out = rows.new_empty(rows.shape[0], weight.shape[1])

@@ -110,9 +110,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, gate_up, down, begins, inner, order, places, ends = ctx.saved_tensors
+        x, weights, gate_up, down, begins, inner, order, tokens, places, ends = ctx.saved_tensors
         gradients, count = ctx.gradients, weights.shape[1]
-        tokens = order // count
         bounds = _bounds(order, ends, begins * count)
         # Not multiplied by the weights yet: so it gives their gradient too, and outputs of the
         # experts need not be kept for that.
