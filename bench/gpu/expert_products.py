@@ -1,5 +1,5 @@
-"""Time a mixture's products for a few tokens, by the blocks that they may be cut into, beside PyTorch's
-grouped product; and whole layers of experts beside vLLM's.
+"""Time a mixture's products for a few tokens beside PyTorch's grouped product, by their blocks; and
+whole layers of experts beside vLLM's.
 
     python bench/gpu/expert_products.py --output DIR                        one Hopper GPU, at most four minutes
     python bench/gpu/expert_products.py --output DIR --tiny --device cpu    that the script runs, under Triton's interpreter

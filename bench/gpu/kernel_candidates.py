@@ -76,7 +76,7 @@ class KernelCandidates(Sitting):
         self.smaller = TINY_DIVISOR if args.tiny else 1
 
     def comparisons(self) -> dict[str, Callable[[], Comparison]]:
-        """What makes each comparison, by name."""
+        """Return a function that makes each comparison, by name."""
         raise NotImplementedError
 
     def run(self) -> None:

@@ -3,7 +3,7 @@
 Assignment: every program counts the rows of the experts before its own, and then writes its own
 ones. So one launch sorts the choices, and nothing waits for another program.
 
-Product of few rows: a step of decoding reads all matrices for a handful of rows each, so the speed
+Product of few rows: a step of decoding reads all matrices for a handful of rows each. So the speed
 of the memory is its limit. PyTorch's grouped product has tiles of at least 64 rows and first
 computes addresses in a launch of its own. Here the matrix is the wide side of the tensor cores'
 products, and the rows of an expert are the narrow side. An element is the sum over its inputs, 16
@@ -85,7 +85,7 @@ def _few_rows(
     """out = x weight[expert]ᵀ for OUTPUTS columns of one expert's rows.
 
     WIDTH, DEPTH: outputs and inputs of a matrix.
-    TAKES: rows of x are those of `tokens`; else x has the rows in their order.
+    TAKES: a row's place in x is in `tokens`; else x has the rows in their order.
     """
     expert = tl.program_id(1)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
