@@ -204,7 +204,9 @@ def most_tokens(loads: dict[str, dict[str, Any]]) -> int:
 
 
 def speed(data: dict[str, Any], part: str, mode: str, name: str) -> float | None:
-    """Mean tokens per second of the rounds that count; None if there is none."""
+    """Median tokens per second of the rounds that count, of which the first can be slow; None if
+    there is none.
+    """
     found = data.get(part, {}).get(mode, {}).get(name)
     if found is None:
         return None
@@ -212,7 +214,7 @@ def speed(data: dict[str, Any], part: str, mode: str, name: str) -> float | None
         [found] if part == "step" else [found.get(f"round {i}", {}) for i in range(1, ROUNDS + 1)]
     )
     speeds = [row["tokens_per_second"] for row in rounds if "tokens_per_second" in row]
-    return round(statistics.mean(speeds), 1) if speeds else None
+    return round(statistics.median(speeds), 1) if speeds else None
 
 
 def measured_names(data: dict[str, Any]) -> list[tuple[str, str]]:
