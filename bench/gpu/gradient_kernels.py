@@ -51,26 +51,25 @@ TOKENS, HEAD_TOKENS = 16384, 4096
 LENGTHS = {"512": (512, 16384), "4k": (4096, 16384), "32k": (32768, 32768)}
 
 
-def weight_candidates() -> list[Any]:
+def weight_candidates(dy: Tensor, x: Tensor) -> list[Any]:
     """Return the blocks of a weight's gradient, first the blocks that any GPU takes."""
     from example_trainer.models.ops.triton_gradients import (
+        DESCRIPTOR_BLOCKS,
         HALF_BLOCKS,
         WIDE_BLOCKS,
-        WeightBlocks,
+        describable,
     )
 
-    in_time = replace(WIDE_BLOCKS, ahead=False)
-    return [
-        HALF_BLOCKS,
-        WIDE_BLOCKS,
-        in_time,
-        replace(in_time, stages=4),
-        replace(in_time, group=4),
-        replace(in_time, group=16),
-        replace(WIDE_BLOCKS, group=16),
-        WeightBlocks(256, 128),
-        WeightBlocks(256, 128, ahead=True),
+    described = [
+        DESCRIPTOR_BLOCKS,
+        replace(DESCRIPTOR_BLOCKS, stages=3),
+        replace(DESCRIPTOR_BLOCKS, group=8),
+        replace(DESCRIPTOR_BLOCKS, outputs=256, inputs=128),
+        replace(DESCRIPTOR_BLOCKS, outputs=128, inputs=128, warps=4, stages=3),
+        replace(DESCRIPTOR_BLOCKS, outputs=128, inputs=128, stages=3),
     ]
+    usable = describable(dy) and describable(x)
+    return [HALF_BLOCKS, *(described if usable else []), WIDE_BLOCKS]
 
 
 def ragged(tokens: int) -> list[int]:
@@ -124,7 +123,7 @@ class GradientKernels(KernelCandidates):
 
         name = "cuBLAS" if self.on_gpu else "torch"
         candidates = [Candidate(name, library, ours=False, fixed=False)]
-        candidates += [Candidate(str(one), partial(ours, one)) for one in weight_candidates()]
+        candidates += [Candidate(str(one), partial(ours, one)) for one in weight_candidates(dy, x)]
         return Comparison(2.0 * packing.tokens * outputs * inputs, candidates)
 
     def attentions(self) -> dict[str, Callable[[], Comparison]]:

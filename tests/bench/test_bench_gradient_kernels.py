@@ -28,7 +28,9 @@ def test_every_candidate_computes_the_same_gradients(tmp_path: Path) -> None:
     assert len(cases) == 13
     for name, case in cases.items():
         rows = case["candidates"]
-        assert len(rows) == (2 if name.startswith("attention") else 10), name
+        # No descriptor can name the tiny head: its rows do not begin at multiples of 16 bytes.
+        number = {"attention": 2, "head": 3}.get(name.split(",")[0], 9)
+        assert len(rows) == number, name
         assert all(row["repeats"] and row["ms"] > 0 for row in rows.values()), name
 
 

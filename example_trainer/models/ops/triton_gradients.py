@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
 from example_trainer.models.ops import flash_attention_4, triton_attention
 from example_trainer.models.ops.launch import on_its_device
@@ -68,6 +69,8 @@ class WeightBlocks:
         warps, stages: of a program, and its tiles of tokens that are on their way.
         group: blocks of outputs whose programs run side by side.
         ahead: whether the place of a tile is read one tile ahead.
+        descriptors: whether the GPU's copy engine reads the tiles (Hopper's TMA), and not the
+            programs themselves; needs `ahead`, and tensors that `describable` accepts.
     """
 
     outputs: int = 128
@@ -76,10 +79,11 @@ class WeightBlocks:
     stages: int = 3
     group: int = 8
     ahead: bool = False
+    descriptors: bool = False
 
     def __str__(self) -> str:
         sizes = f"{self.outputs} x {self.inputs}, {self.warps} warps, {self.stages} stages"
-        reads = ", read ahead" if self.ahead else ""
+        reads = ", descriptors" if self.descriptors else ", read ahead" if self.ahead else ""
         return f"{sizes}, groups of {self.group}{reads}"
 
     def count(self, outputs: int, inputs: int) -> int:
@@ -95,24 +99,37 @@ FLOAT32_BLOCKS = WeightBlocks(64, 64, warps=4, stages=2)
 HALF_BLOCKS = WeightBlocks()
 WIDE_BLOCKS = WeightBlocks(inputs=256, ahead=True)
 """For Hopper and the GPUs after it in data centres, which have 160 KiB of shared memory for them."""
+DESCRIPTOR_BLOCKS = WeightBlocks(inputs=256, stages=4, group=16, ahead=True, descriptors=True)
+"""For Hopper, whose products are too fast for the programs' own reads."""
 _FEWEST_WIDE = 96
 """Programs that keep three quarters of such a GPU's 132 processors busy."""
 
 
-def weight_blocks(dtype: torch.dtype, major: int, outputs: int, inputs: int) -> WeightBlocks:
-    """Choose for a matrix, by the first number of the GPU's compute capability."""
-    if dtype == torch.float32:
+def weight_blocks(dy: Tensor, x: Tensor, major: int) -> WeightBlocks:
+    """Choose for the gradients dy [tokens, outputs] and inputs x [tokens, inputs] of a matrix, by
+    the first number of the GPU's compute capability.
+    """
+    if dy.dtype == torch.float32:
         return FLOAT32_BLOCKS
-    wide = WIDE_BLOCKS
-    enough = wide.divide(outputs, inputs) and wide.count(outputs, inputs) >= _FEWEST_WIDE
-    return wide if major in (9, 10) and enough else HALF_BLOCKS
+    sizes = dy.shape[1], x.shape[1]
+    enough = WIDE_BLOCKS.divide(*sizes) and WIDE_BLOCKS.count(*sizes) >= _FEWEST_WIDE
+    if not enough or major not in (9, 10):
+        return HALF_BLOCKS
+    return DESCRIPTOR_BLOCKS if major == 9 and describable(dy) and describable(x) else WIDE_BLOCKS
+
+
+def describable(rows: Tensor) -> bool:
+    """Report if a descriptor can name a matrix whose columns lie side by side. Its rows must begin
+    at multiples of 16 bytes.
+    """
+    return rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def _weight_gradient(
     dy, x, out, tile_starts, tile_lengths, tiles, outputs, inputs, stride_dy, stride_x,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """out += dyᵀ x, tile after tile of tokens, into the same accumulator.
 
@@ -121,6 +138,10 @@ def _weight_gradient(
 
     AHEAD: the place of a tile is read one tile ahead. The compiler gives that read a stage of its own
     otherwise, and each turn waits for all reads.
+
+    DESCRIPTORS: dy and x are ragged descriptors, which read zeros behind a tile's last row, and a
+    few instructions read a tile. With pointers, each thread computes the addresses of 12 copies, and
+    has to wait until the products see them in shared memory.
     """
     program = tl.program_id(0)
     # Neighbouring programs share columns of dy, so that these are read from the cache.
@@ -131,8 +152,10 @@ def _weight_gradient(
     height = tl.minimum(blocks_out - first_out, GROUP)
     block_out = first_out + (program % in_group) % height
     block_in = (program % in_group) // height
-    output = block_out * OUTPUTS + tl.arange(0, OUTPUTS)
-    inp = block_in * INPUTS + tl.arange(0, INPUTS)
+    first_output = block_out * OUTPUTS
+    first_input = block_in * INPUTS
+    output = first_output + tl.arange(0, OUTPUTS)
+    inp = first_input + tl.arange(0, INPUTS)
     at = output.to(tl.int64)[:, None] * inputs + inp[None, :]
     if EVEN:
         total = tl.load(out + at)
@@ -147,18 +170,23 @@ def _weight_gradient(
         if not AHEAD:
             start = tl.load(tile_starts + tile).to(tl.int64)
             length = tl.load(tile_lengths + tile)
-        row = start + rows
-        row_live = rows < length
-        if EVEN:
-            gradient_live = row_live[:, None]
-            value_live = gradient_live
+        if DESCRIPTORS:
+            first_row = start.to(tl.int32)
+            gradient = load_ragged(dy, first_row, length, [0, first_output])
+            value = load_ragged(x, first_row, length, [0, first_input])
         else:
-            gradient_live = row_live[:, None] & (output < outputs)[None, :]
-            value_live = row_live[:, None] & (inp < inputs)[None, :]
-        gradient = tl.load(
-            dy + row[:, None] * stride_dy + output[None, :], mask=gradient_live, other=0.0
-        )
-        value = tl.load(x + row[:, None] * stride_x + inp[None, :], mask=value_live, other=0.0)
+            row = start + rows
+            row_live = rows < length
+            if EVEN:
+                gradient_live = row_live[:, None]
+                value_live = gradient_live
+            else:
+                gradient_live = row_live[:, None] & (output < outputs)[None, :]
+                value_live = row_live[:, None] & (inp < inputs)[None, :]
+            gradient = tl.load(
+                dy + row[:, None] * stride_dy + output[None, :], mask=gradient_live, other=0.0
+            )
+            value = tl.load(x + row[:, None] * stride_x + inp[None, :], mask=value_live, other=0.0)
         if AHEAD:
             following = tl.minimum(tile + 1, tiles - 1)
             start = tl.load(tile_starts + following).to(tl.int64)
@@ -388,15 +416,20 @@ def add_weight_gradient(
     outputs, inputs = total.shape
     if blocks is None:
         major = torch.cuda.get_device_capability(dy.device)[0] if dy.is_cuda else 0
-        blocks = weight_blocks(dy.dtype, major, outputs, inputs)
+        blocks = weight_blocks(dy, x, major)
     rows = TILE // 2 if dy.dtype == torch.float32 else TILE
     starts, lengths = packing.tiles(rows)[:2]
     if not len(starts):
         return
+    strides = dy.stride(0), x.stride(0)
+    if blocks.descriptors:
+        dy = create_ragged_descriptor(dy, (rows, blocks.outputs))
+        x = create_ragged_descriptor(x, (rows, blocks.inputs))
     _weight_gradient[(blocks.count(outputs, inputs),)](
-        dy, x, total, starts, lengths, len(starts), outputs, inputs, dy.stride(0), x.stride(0),
+        dy, x, total, starts, lengths, len(starts), outputs, inputs, *strides,
         ROWS=rows, OUTPUTS=blocks.outputs, INPUTS=blocks.inputs, GROUP=blocks.group,
-        EVEN=blocks.divide(outputs, inputs), AHEAD=blocks.ahead, num_warps=blocks.warps, num_stages=blocks.stages,
+        EVEN=blocks.divide(outputs, inputs), AHEAD=blocks.ahead, DESCRIPTORS=blocks.descriptors,
+        num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 
 

@@ -26,17 +26,46 @@ def near(mine, theirs):
     return (mine.double() - theirs.double()).norm() < 1e-3 * theirs.double().norm()
 """
 WEIGHTS = """
-Blocks = triton_gradients.WeightBlocks
+Blocks, described = triton_gradients.WeightBlocks, triton_gradients.DESCRIPTOR_BLOCKS
 for lengths in ((1, 63, 64, 65, 130), (256,), (300, 5)):
     packing, tokens = Packing(lengths), sum(lengths)
     for outputs, inputs in ((256, 256), (200, 136)):
         dy, x = whole(tokens, outputs), whole(tokens, inputs)
         exact = torch.ones(outputs, inputs)
         torch_gradients.add_weight_gradient(dy, x, exact, packing)
-        for blocks in (None, triton_gradients.WIDE_BLOCKS, Blocks(256, 128, ahead=True), Blocks(64, 64)):
+        for blocks in (
+            None, triton_gradients.WIDE_BLOCKS, described, Blocks(256, 128, ahead=True), Blocks(64, 64)
+        ):
             total = torch.ones(outputs, inputs)
             triton_gradients.add_weight_gradient(dy, x, total, packing, blocks)
             assert torch.equal(total, exact), (lengths, outputs, inputs, blocks)
+print("ALL AGREE")
+"""
+DESCRIPTORS = """
+# Bits of sums that round, with rows further apart than they are wide. Rows of NaN stand before and
+# behind the packed rows and make up a span: in both kernels none of them may reach another span.
+wide, described = triton_gradients.WIDE_BLOCKS, triton_gradients.DESCRIPTOR_BLOCKS
+def gradient(dy, x, packing, blocks):
+    total = torch.linspace(-1, 1, 256 * 256).view(256, 256)
+    triton_gradients.add_weight_gradient(dy, x, total, packing, blocks)
+    return total
+for lengths in ((1, 63, 64, 65, 130), (3,), (300, 5)):
+    tokens = sum(lengths)
+    dy, x = (normal(tokens + 128, 512)[:, :256] for _ in range(2))
+    for rows in (dy, x):
+        rows[:64], rows[64 + tokens:] = torch.nan, torch.nan
+    dy, x = dy[64:64 + tokens], x[64:64 + tokens]
+    packing = Packing(lengths)
+    exact = gradient(dy, x, packing, wide)
+    assert exact.isfinite().all()
+    assert torch.equal(gradient(dy, x, packing, described), exact), lengths
+    # The NaN of the second span may only reach what the second span's tiles are added to.
+    if len(lengths) > 1:
+        dy[lengths[0]:], x[lengths[0]:] = torch.nan, torch.nan
+        first = Packing(lengths[:1])
+        exact = gradient(dy, x, first, wide)
+        assert exact.isfinite().all()
+        assert torch.equal(gradient(dy, x, first, described), exact), lengths
 print("ALL AGREE")
 """
 ATTENTION = """
@@ -109,16 +138,25 @@ assert torch.equal(laid[0], keys) and torch.equal(laid[1], values)
 print("ALL AGREE")
 """
 CHOICE = """
-choose, half = triton_gradients.weight_blocks, torch.bfloat16
-assert choose(half, 9, 12288, 2048) == triton_gradients.WIDE_BLOCKS
-assert choose(half, 9, 1024, 1024) == triton_gradients.HALF_BLOCKS, "too few programs"
-assert choose(half, 9, 12288, 896) == triton_gradients.HALF_BLOCKS, "columns are left over"
-assert choose(half, 8, 12288, 2048) == triton_gradients.HALF_BLOCKS
-assert choose(torch.float32, 9, 12288, 2048) == triton_gradients.FLOAT32_BLOCKS
+half, described = triton_gradients.HALF_BLOCKS, triton_gradients.DESCRIPTOR_BLOCKS
+wide = triton_gradients.WIDE_BLOCKS
+def choose(major, outputs, inputs, dtype=torch.bfloat16, first=0, spare=0):
+    dy = torch.empty(2, outputs, dtype=dtype)
+    x = torch.empty(2, first + inputs + spare, dtype=dtype)[:, first:first + inputs]
+    return triton_gradients.weight_blocks(dy, x, major)
+assert choose(9, 12288, 2048) == described
+assert choose(9, 12288, 2048, spare=8) == described
+assert choose(9, 12288, 2048, spare=4) == wide, "rows begin at any multiple of 8 bytes"
+assert choose(9, 12288, 2048, first=4, spare=4) == wide, "the first row does not begin at 16 bytes"
+assert choose(10, 12288, 2048) == wide
+assert choose(9, 1024, 1024) == half, "too few programs"
+assert choose(9, 12288, 896) == half, "columns are left over"
+assert choose(8, 12288, 2048) == half
+assert choose(9, 12288, 2048, dtype=torch.float32) == triton_gradients.FLOAT32_BLOCKS
 print("ALL AGREE")
 """
 PROGRAMS = {
-    "weights": WEIGHTS, "attention": ATTENTION, "norms": NORMS, "heads": HEADS, "pages": PAGES,
+    "weights": WEIGHTS, "descriptors": DESCRIPTORS, "attention": ATTENTION, "norms": NORMS, "heads": HEADS, "pages": PAGES,
     "choice": CHOICE,
 }  # fmt: skip
 
