@@ -24,35 +24,43 @@ CHUNK = 4096
 """Columns that one block sums."""
 MOST_PARTS = 8
 """Parts that add_parts adds."""
+_TOGETHER = 2048
+"""Columns of a block's rows, if a warp reads a row at once. So the number of rows depends on their
+width alone."""
 _ALIGNMENT = 16
 _PART_COLUMNS = 1024
 """Columns that one block of add_parts adds. Elements do not depend on each other, so this changes no
 bit."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(  # type: ignore[no-untyped-def]
-    x, residual, weight, y, total, outer_stride, inner_stride, inner: tl.constexpr, eps,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    x, residual, weight, y, total, outer_stride, inner_stride, inner: tl.constexpr, eps, rows,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    valid = column < COLUMNS
-    start = (row // inner) * outer_stride + (row % inner) * inner_stride
-    values = tl.load(x + start + column, mask=valid, other=0.0)
+    """VECTOR: columns that a thread reads at once. With more of them, for several rows, a row's sum
+    would have another order.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)[None, :]
+    live = column < COLUMNS
+    valid = (row < rows)[:, None] & live if ROWS > 1 else live
+    start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+    own = row.to(tl.int64)[:, None] * COLUMNS
+    values = tl.load(x + start[:, None] + column, mask=valid, other=0.0)
     if ADD:
-        added = values.to(tl.float32) + tl.load(
-            residual + row * COLUMNS + column, mask=valid, other=0.0
-        ).to(tl.float32)
+        added = values.to(tl.float32) + tl.load(residual + own + column, mask=valid, other=0.0).to(
+            tl.float32
+        )
         values = added.to(y.dtype.element_ty)
-        tl.store(total + row * COLUMNS + column, values, mask=valid)
+        tl.store(total + own + column, values, mask=valid)
     wide = values.to(tl.float32)
-    mean = tl.sum(wide * wide, axis=0) / COLUMNS
-    scale = 1.0 / tl.sqrt(mean + eps)
-    factors = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
-    tl.store(
-        y + row * COLUMNS + column, (wide * scale * factors).to(y.dtype.element_ty), mask=valid
-    )
+    mean = tl.sum(wide * wide, axis=1) / COLUMNS
+    scale = (1.0 / tl.sqrt(mean + eps))[:, None]
+    # Each row reads the weight, or threads would exchange it through shared memory.
+    every = tl.zeros((ROWS, 1), tl.int32) + column
+    factors = tl.load(weight + every, mask=every < COLUMNS, other=0.0).to(tl.float32)
+    tl.store(y + own + column, (wide * scale * factors).to(y.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -350,8 +358,11 @@ def _launch(
     if rows == 0:
         return
     block = triton.next_power_of_2(columns)
-    with torch.cuda.device(x.device):
-        _rms_norm[(rows,)](
+    vector = 16 // x.element_size()
+    narrow = block <= 32 * vector
+    together = _TOGETHER // block if narrow else 1
+    with torch.cuda.device_of(x):
+        _rms_norm[(triton.cdiv(rows, together),)](
             x,
             x if residual is None else residual,
             weight.contiguous(),
@@ -361,15 +372,11 @@ def _launch(
             inner_stride,
             inner,
             eps,
+            rows,
             COLUMNS=columns,
             BLOCK=block,
             ADD=residual is not None,
-            num_warps=_warps(block),
+            ROWS=together,
+            VECTOR=max(1, min(block // 32, vector)),
+            num_warps=4 if narrow else min(16, max(1, block // 256)),
         )
-
-
-def _warps(block: int) -> int:
-    """A quarter of the block's lanes take a vector of four or eight values each: 1 warp for a head,
-    8 for a hidden state.
-    """
-    return min(16, max(1, block // 256))

@@ -137,6 +137,30 @@ laid = cache.transpose(1, 2).split(24, dim=-1)
 assert torch.equal(laid[0], keys) and torch.equal(laid[1], values)
 print("ALL AGREE")
 """
+ROWS = """
+# Rows of heads share a program. Each must be as if alone, and none behind the last may be written.
+from vllm_patching.batch_invariant import kernels, reference
+for width in (64, 80, 256, 512):
+    weight = normal(width)
+    for tokens in (1, 5, 6, 16, 43):
+        wide = normal(tokens, 5, width)
+        heads = wide[:, 1:4]
+        normed = kernels.rms_norm(heads, weight, 1e-6)
+        assert near(normed, reference.rms_norm(heads, weight, 1e-6))
+        rows = heads.reshape(-1, width)
+        for row in (0, len(rows) - 1):
+            alone = kernels.rms_norm(rows[row:row + 1], weight, 1e-6)
+            assert torch.equal(alone[0], normed.view(-1, width)[row]), (width, tokens, row)
+        mine, theirs = (
+            passes.fused_add_rms_norm(rows, rows.flip(0), weight, 1e-6) for passes in (kernels, reference)
+        )
+        assert near(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+        spare = torch.full((len(rows) + 64, width), 7.0).half()
+        kernels._launch(rows, None, weight, spare[:len(rows)], None, width, 0, 1, 1e-6)
+        assert torch.equal(spare[:len(rows)], normed.view(-1, width))
+        assert (spare[len(rows):] == 7).all(), (width, tokens)
+print("ALL AGREE")
+"""
 CHOICE = """
 half, described = triton_gradients.HALF_BLOCKS, triton_gradients.DESCRIPTOR_BLOCKS
 wide = triton_gradients.WIDE_BLOCKS
@@ -157,7 +181,7 @@ print("ALL AGREE")
 """
 PROGRAMS = {
     "weights": WEIGHTS, "descriptors": DESCRIPTORS, "attention": ATTENTION, "norms": NORMS, "heads": HEADS, "pages": PAGES,
-    "choice": CHOICE,
+    "rows": ROWS, "choice": CHOICE,
 }  # fmt: skip
 
 
