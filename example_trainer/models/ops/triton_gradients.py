@@ -450,8 +450,10 @@ def add_row_sums(dy: Tensor, total: Tensor, packing: Packing) -> None:
 def add_shares(shares: Tensor, total: Tensor) -> None:
     """See torch_gradients.add_shares; shares [tiles, parts, width] float32."""
     tiles, parts, width = shares.shape
-    _add_shares[(triton.cdiv(width, 32),)](
-        shares, total, tiles, width, PARTS=parts, WIDTH=32, TURN=8, num_warps=1
+    # Each thread of a warp reads one number of a tile, so that many tiles can be on their way.
+    columns = max(1, 32 // parts)
+    _add_shares[(triton.cdiv(width, columns),)](
+        shares, total, tiles, width, PARTS=parts, WIDTH=columns, TURN=32, num_warps=1
     )
 
 
