@@ -4,7 +4,8 @@
     python bench/gpu/gradient_kernels.py --output DIR --tiny --device cpu    that the script runs, under Triton's interpreter
 
 Weight gradients of each matrix of Qwen3-1.7B and 8B beside cuBLAS, with sequences of 512 tokens and
-of ragged lengths. Attention's backward pass at 512, 4k and 32k tokens stands beside FlashAttention
+of ragged lengths. The same of the experts of a layer of Qwen3-30B-A3B. Attention's backward pass at
+512, 4k and 32k tokens stands beside FlashAttention
 4. For each candidate: milliseconds, TFLOP/s and the relative error against the first row. Also
 whether a second run gave the same bits (if not, the case has failed), and whether the bits equal
 our first candidate's.
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,13 +48,16 @@ from example_trainer.models.shards import add_product
 from vllm_patching.batch_invariant import ops
 
 SHAPES = ("qwen3-1.7b", "qwen3-8b")
+MIXTURE = "qwen3-30b-a3b"
 TOKENS, HEAD_TOKENS = 16384, 4096
 """Tokens of a bin, and of a chunk of logits."""
 LENGTHS = {"512": (512, 16384), "4k": (4096, 16384), "32k": (32768, 32768)}
 
 
-def weight_candidates(dy: Tensor, x: Tensor) -> list[Any]:
-    """Return the blocks of a weight's gradient, first the blocks that any GPU takes."""
+def weight_candidates(dy: Tensor, x: Tensor, experts: bool = False) -> list[Any]:
+    """Return the blocks of a weight's gradient, first the blocks that any GPU takes. An expert's
+    spans have few tokens: tiles of half as many are tried too.
+    """
     from example_trainer.models.ops.triton_gradients import (
         DESCRIPTOR_BLOCKS,
         HALF_BLOCKS,
@@ -68,6 +73,9 @@ def weight_candidates(dy: Tensor, x: Tensor) -> list[Any]:
         replace(DESCRIPTOR_BLOCKS, outputs=128, inputs=128, warps=4, stages=3),
         replace(DESCRIPTOR_BLOCKS, outputs=128, inputs=128, stages=3),
     ]
+    if experts:
+        described = described[::4]
+        described += [replace(one, tokens=32, stages=2 * one.stages) for one in described]
     usable = describable(dy) and describable(x)
     return [HALF_BLOCKS, *(described if usable else []), WIDE_BLOCKS]
 
@@ -89,7 +97,7 @@ class GradientKernels(KernelCandidates):
 
     def comparisons(self) -> dict[str, Callable[[], Comparison]]:
         """See KernelCandidates."""
-        return {**self.weights(), **self.attentions()}
+        return {**self.weights(), **self.experts(), **self.attentions()}
 
     def weights(self) -> dict[str, Callable[[], Comparison]]:
         """The comparisons of weight gradients, by name."""
@@ -125,6 +133,50 @@ class GradientKernels(KernelCandidates):
         candidates = [Candidate(name, library, ours=False, fixed=False)]
         candidates += [Candidate(str(one), partial(ours, one)) for one in weight_candidates(dy, x)]
         return Comparison(2.0 * packing.tokens * outputs * inputs, candidates)
+
+    def experts(self) -> dict[str, Callable[[], Comparison]]:
+        """The comparisons of the gradients of a layer's experts, by name."""
+        g = geometry_of(MIXTURE)
+        hidden, inner = g.hidden_size, g.moe_intermediate_size
+        sizes = {"experts' gate_up": (2 * inner, hidden), "experts' down": (hidden, inner)}
+        return {
+            f"{name}, {MIXTURE}, {layout}": partial(self.mixed, *sizes[name], LENGTHS[layout][0])
+            for name in sizes
+            for layout in ("512", "4k")
+        }
+
+    def mixed(self, outputs: int, inputs: int, length: int) -> Comparison:
+        """The gradients of a layer's experts; each token chooses some by chance."""
+        from example_trainer.models.ops.triton_gradients import add_expert_gradient
+
+        g = geometry_of(MIXTURE)
+        experts, chosen = g.num_experts, g.experts_per_token
+        tokens, length = TOKENS // self.smaller, max(8, length // self.smaller)
+        if self.args.tiny:
+            experts, chosen, outputs, inputs = 4, 2, 24, 16
+        scores = torch.rand(tokens, experts, generator=self.generator, device=self.device)
+        choices = scores.topk(chosen, dim=1).indices.view(tokens // length, -1)
+        counts = torch.stack([torch.bincount(span, minlength=experts) for span in choices], 1)
+        ends = counts.flatten().cumsum(0).view_as(counts)
+        bounds = torch.cat([ends[:, :1] - counts[:, :1], ends], 1)
+        dy, x = self.normal(tokens * chosen, outputs), self.normal(tokens * chosen, inputs)
+        total = torch.zeros(experts, outputs, inputs, device=self.device)
+        rows = list(pairwise([0, *ends[:, -1].tolist()]))
+
+        def library() -> tuple[Tensor]:
+            for one, (first, end) in zip(total.zero_(), rows, strict=True):
+                add_product(one, dy[first:end], x[first:end])
+            return (total,)
+
+        def ours(blocks: Any) -> tuple[Tensor]:
+            add_expert_gradient(dy, x, total.zero_(), bounds, blocks)
+            return (total,)
+
+        candidates = [Candidate("one after the other", library, ours=False, fixed=False)]
+        candidates += [
+            Candidate(str(one), partial(ours, one)) for one in weight_candidates(dy, x, True)
+        ]
+        return Comparison(2.0 * tokens * chosen * outputs * inputs, candidates)
 
     def attentions(self) -> dict[str, Callable[[], Comparison]]:
         """The comparisons of attention's backward pass, by name, the longest sequences first."""

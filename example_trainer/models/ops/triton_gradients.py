@@ -71,6 +71,7 @@ class WeightBlocks:
         ahead: whether the place of a tile is read one tile ahead.
         descriptors: whether the GPU's copy engine reads the tiles (Hopper's TMA), and not the
             programs themselves; needs `ahead`, and tensors that `describable` accepts.
+        tokens: of a tile.
     """
 
     outputs: int = 128
@@ -80,11 +81,13 @@ class WeightBlocks:
     group: int = 8
     ahead: bool = False
     descriptors: bool = False
+    tokens: int = TILE
 
     def __str__(self) -> str:
         sizes = f"{self.outputs} x {self.inputs}, {self.warps} warps, {self.stages} stages"
         reads = ", descriptors" if self.descriptors else ", read ahead" if self.ahead else ""
-        return f"{sizes}, groups of {self.group}{reads}"
+        tokens = "" if self.tokens == TILE else f", {self.tokens} tokens"
+        return f"{sizes}, groups of {self.group}{reads}{tokens}"
 
     def count(self, outputs: int, inputs: int) -> int:
         """Programs of a matrix."""
@@ -95,7 +98,7 @@ class WeightBlocks:
         return outputs % self.outputs == 0 and inputs % self.inputs == 0
 
 
-FLOAT32_BLOCKS = WeightBlocks(64, 64, warps=4, stages=2)
+FLOAT32_BLOCKS = WeightBlocks(64, 64, warps=4, stages=2, tokens=TILE // 2)
 HALF_BLOCKS = WeightBlocks()
 WIDE_BLOCKS = WeightBlocks(inputs=256, ahead=True)
 """For Hopper and the GPUs after it in data centres, which have 160 KiB of shared memory for them."""
@@ -105,14 +108,14 @@ _FEWEST_WIDE = 96
 """Programs that keep three quarters of such a GPU's 132 processors busy."""
 
 
-def weight_blocks(dy: Tensor, x: Tensor, major: int) -> WeightBlocks:
-    """Choose for the gradients dy [tokens, outputs] and inputs x [tokens, inputs] of a matrix, by
-    the first number of the GPU's compute capability.
+def weight_blocks(dy: Tensor, x: Tensor, major: int, experts: int = 1) -> WeightBlocks:
+    """Choose for dy [tokens, outputs] and x [tokens, inputs] of a matrix, or of one for each expert.
+    `major` is the first number of the GPU's compute capability.
     """
     if dy.dtype == torch.float32:
         return FLOAT32_BLOCKS
     sizes = dy.shape[1], x.shape[1]
-    enough = WIDE_BLOCKS.divide(*sizes) and WIDE_BLOCKS.count(*sizes) >= _FEWEST_WIDE
+    enough = WIDE_BLOCKS.divide(*sizes) and WIDE_BLOCKS.count(*sizes) * experts >= _FEWEST_WIDE
     if not enough or major not in (9, 10):
         return HALF_BLOCKS
     return DESCRIPTOR_BLOCKS if major == 9 and describable(dy) and describable(x) else WIDE_BLOCKS
@@ -127,11 +130,13 @@ def describable(rows: Tensor) -> bool:
 
 @triton.jit(do_not_specialize=["tiles"])
 def _weight_gradient(
-    dy, x, out, tile_starts, tile_lengths, tiles, outputs, inputs, stride_dy, stride_x,
+    dy, x, out, tile_starts, tile_lengths, tiles, firsts, ends, outputs, inputs, stride_dy, stride_x,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    AHEAD: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    AHEAD: tl.constexpr, DESCRIPTORS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """out += dyᵀ x, tile after tile of tokens, into the same accumulator.
+
+    EXPERTS: there are several matrices, and each has tiles of its own, from `firsts` to `ends`.
 
     EVEN: blocks divide the matrix, and columns need no mask: half of the time goes into masks
     otherwise.
@@ -143,6 +148,14 @@ def _weight_gradient(
     few instructions read a tile. With pointers, each thread computes the addresses of 12 copies, and
     has to wait until the products see them in shared memory.
     """
+    first, end = 0, tiles
+    if EXPERTS:
+        expert = tl.program_id(1).to(tl.int64)
+        first = tl.load(firsts + expert)
+        end = tl.load(ends + expert)
+        if first == end:
+            return
+        out += expert * outputs * inputs
     program = tl.program_id(0)
     # Neighbouring programs share columns of dy, so that these are read from the cache.
     blocks_out = tl.cdiv(outputs, OUTPUTS)
@@ -164,9 +177,9 @@ def _weight_gradient(
         total = tl.load(out + at, mask=live, other=0.0)
     rows = tl.arange(0, ROWS)
     if AHEAD:
-        start = tl.load(tile_starts).to(tl.int64)
-        length = tl.load(tile_lengths)
-    for tile in range(0, tiles):
+        start = tl.load(tile_starts + first).to(tl.int64)
+        length = tl.load(tile_lengths + first)
+    for tile in range(first, end):
         if not AHEAD:
             start = tl.load(tile_starts + tile).to(tl.int64)
             length = tl.load(tile_lengths + tile)
@@ -188,7 +201,7 @@ def _weight_gradient(
             )
             value = tl.load(x + row[:, None] * stride_x + inp[None, :], mask=value_live, other=0.0)
         if AHEAD:
-            following = tl.minimum(tile + 1, tiles - 1)
+            following = tl.minimum(tile + 1, end - 1)
             start = tl.load(tile_starts + following).to(tl.int64)
             length = tl.load(tile_lengths + following)
         total = tl.dot(tl.trans(gradient), value, total, input_precision="ieee")
@@ -305,36 +318,22 @@ def _expert_rows(slope, inner, weights, d_inner, scaled, d_weights, width, SIZE:
 
 
 @triton.jit(do_not_specialize=["spans"])
-def _expert_weight_gradient(
-    dy, x, out, bounds, spans, outputs, inputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
-    """out[expert] += dyᵀ x over the expert's rows, span after span, into the same accumulator."""
-    expert = tl.program_id(1).to(tl.int64)
-    blocks_in = tl.cdiv(inputs, INPUTS)
-    output = (tl.program_id(0) // blocks_in) * OUTPUTS + tl.arange(0, OUTPUTS)
-    inp = (tl.program_id(0) % blocks_in) * INPUTS + tl.arange(0, INPUTS)
-    output_live, inp_live = (output < outputs)[None, :], (inp < inputs)[None, :]
-    at = (expert * outputs + output)[:, None] * inputs + inp[None, :]
-    live = (output < outputs)[:, None] & inp_live
-    first = tl.load(bounds + expert * (spans + 1))
-    if tl.load(bounds + expert * (spans + 1) + spans) > first:
-        total = tl.load(out + at, mask=live, other=0.0)
-        for span in range(0, spans):
-            start = tl.load(bounds + expert * (spans + 1) + span)
-            end = tl.load(bounds + expert * (spans + 1) + span + 1)
-            for tile in range(start, end, ROWS):
-                row = (tile + tl.arange(0, ROWS))[:, None]
-                gradient = tl.load(
-                    dy + row * outputs + output[None, :],
-                    mask=(row < end) & output_live,
-                    other=0.0,
-                )
-                value = tl.load(
-                    x + row * inputs + inp[None, :], mask=(row < end) & inp_live, other=0.0
-                )
-                total = tl.dot(tl.trans(gradient), value, total, input_precision="ieee")
-        tl.store(out + at, total, mask=live)
+def _expert_tiles(bounds, firsts, ends, starts, lengths, spans, ROWS: tl.constexpr, SPANS: tl.constexpr):  # fmt: skip
+    """The tiles of an expert's rows, span after span. They stand where no other expert's can."""
+    expert = tl.program_id(0).to(tl.int64)
+    span = tl.arange(0, SPANS)
+    live = span < spans
+    at = bounds + expert * (spans + 1) + span
+    begin = tl.load(at, mask=live, other=0)
+    rows = tl.load(at + 1, mask=live, other=0) - begin
+    count = tl.cdiv(rows, ROWS)
+    first = tl.load(bounds + expert * (spans + 1)) // ROWS + expert * (spans + 1)
+    tl.store(firsts + expert, first)
+    tl.store(ends + expert, first + tl.sum(count, axis=0))
+    place = first + tl.cumsum(count, axis=0) - count
+    for tile in range(0, tl.max(count, axis=0)):
+        tl.store(starts + place + tile, begin + tile * ROWS, mask=tile < count)
+        tl.store(lengths + place + tile, tl.minimum(rows - tile * ROWS, ROWS), mask=tile < count)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -413,23 +412,44 @@ def add_weight_gradient(
     place; not given `blocks`: `weight_blocks`.
     """
     dy, x = _columns_contiguous(dy), _columns_contiguous(x)
-    outputs, inputs = total.shape
-    if blocks is None:
-        major = torch.cuda.get_device_capability(dy.device)[0] if dy.is_cuda else 0
-        blocks = weight_blocks(dy, x, major)
-    rows = TILE // 2 if dy.dtype == torch.float32 else TILE
-    starts, lengths = packing.tiles(rows)[:2]
-    if not len(starts):
-        return
+    blocks = blocks or _blocks_here(dy, x, 1)
+    starts, lengths = packing.tiles(blocks.tokens)[:2]
+    if len(starts):
+        _add_products(dy, x, total, starts, lengths, None, blocks)
+
+
+def _blocks_here(dy: Tensor, x: Tensor, experts: int) -> WeightBlocks:
+    """Choose by `weight_blocks` for the tensors' GPU."""
+    major = torch.cuda.get_device_capability(dy.device)[0] if dy.is_cuda else 0
+    return weight_blocks(dy, x, major, experts)
+
+
+def _add_products(
+    dy: Tensor,
+    x: Tensor,
+    total: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    experts: tuple[Tensor, Tensor] | None,
+    blocks: WeightBlocks,
+) -> None:
+    """See add_weight_gradient.
+
+    Args:
+        starts, lengths: of the tiles.
+        experts: for each, its first tile and one past its last. None: total is one matrix.
+    """
+    outputs, inputs = total.shape[-2:]
+    grid = (blocks.count(outputs, inputs), 1 if experts is None else len(total))
     strides = dy.stride(0), x.stride(0)
     if blocks.descriptors:
-        dy = create_ragged_descriptor(dy, (rows, blocks.outputs))
-        x = create_ragged_descriptor(x, (rows, blocks.inputs))
-    _weight_gradient[(blocks.count(outputs, inputs),)](
-        dy, x, total, starts, lengths, len(starts), outputs, inputs, *strides,
-        ROWS=rows, OUTPUTS=blocks.outputs, INPUTS=blocks.inputs, GROUP=blocks.group,
+        dy = create_ragged_descriptor(dy, (blocks.tokens, blocks.outputs))
+        x = create_ragged_descriptor(x, (blocks.tokens, blocks.inputs))
+    _weight_gradient[grid](
+        dy, x, total, starts, lengths, len(starts), *(experts or (starts, starts)), outputs, inputs, *strides,
+        ROWS=blocks.tokens, OUTPUTS=blocks.outputs, INPUTS=blocks.inputs, GROUP=blocks.group,
         EVEN=blocks.divide(outputs, inputs), AHEAD=blocks.ahead, DESCRIPTORS=blocks.descriptors,
-        num_warps=blocks.warps, num_stages=blocks.stages,
+        EXPERTS=experts is not None, num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 
 
@@ -507,18 +527,25 @@ def expert_gradient(slope: Tensor, inner: Tensor, weights: Tensor) -> tuple[Tens
 
 
 @on_its_device
-def add_expert_gradient(dy: Tensor, x: Tensor, total: Tensor, bounds: Tensor) -> None:
-    """See torch_gradients.add_expert_gradient; total in float32."""
-    dy, x = dy.contiguous(), x.contiguous()
-    experts, outputs, inputs = total.shape
-    wide = dy.dtype == torch.float32
-    size = 64 if wide else 128
-    grid = (triton.cdiv(outputs, size) * triton.cdiv(inputs, size), experts)
-    _expert_weight_gradient[grid](
-        dy, x, total, bounds.contiguous(), bounds.shape[1] - 1, outputs, inputs,
-        ROWS=TILE // 2 if wide else TILE, OUTPUTS=size, INPUTS=size,
-        num_warps=4 if wide else 8, num_stages=2 if wide else 3,
+def add_expert_gradient(
+    dy: Tensor, x: Tensor, total: Tensor, bounds: Tensor, blocks: WeightBlocks | None = None
+) -> None:
+    """See torch_gradients.add_expert_gradient; total in float32. Not given `blocks`:
+    `weight_blocks`.
+    """
+    dy, x, bounds = dy.contiguous(), x.contiguous(), bounds.contiguous()
+    experts, spans = bounds.shape[0], bounds.shape[1] - 1
+    if not len(dy):
+        return
+    blocks = blocks or _blocks_here(dy, x, experts)
+    rows = blocks.tokens
+    most = len(dy) // rows + experts * (spans + 1)
+    firsts, ends = torch.empty((2, experts), dtype=torch.int32, device=dy.device)
+    starts, lengths = torch.empty((2, most), dtype=torch.int32, device=dy.device)
+    _expert_tiles[(experts,)](
+        bounds, firsts, ends, starts, lengths, spans, ROWS=rows, SPANS=triton.next_power_of_2(spans), num_warps=4
     )  # fmt: skip
+    _add_products(dy, x, total, starts, lengths, (firsts, ends), blocks)
 
 
 @on_its_device

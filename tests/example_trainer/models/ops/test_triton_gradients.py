@@ -68,6 +68,25 @@ for lengths in ((1, 63, 64, 65, 130), (3,), (300, 5)):
         assert torch.equal(gradient(dy, x, first, described), exact), lengths
 print("ALL AGREE")
 """
+EXPERTS = """
+from dataclasses import replace
+for counts in (
+    [[1, 63, 64, 65], [0, 0, 0, 0], [130, 0, 1, 7]], [[0, 0], [0, 3]], [[128], [64]], [[0], [0]]
+):
+    rows = torch.tensor(counts)
+    ends = rows.flatten().cumsum(0).view(rows.shape)
+    bounds = torch.cat([(ends - rows)[:, :1], ends], 1)
+    for outputs, inputs in ((256, 256), (72, 40)):
+        dy, x = whole(int(rows.sum()), outputs), whole(int(rows.sum()), inputs)
+        exact = torch.ones(len(rows), outputs, inputs)
+        torch_gradients.add_expert_gradient(dy, x, exact, bounds)
+        described = triton_gradients.DESCRIPTOR_BLOCKS
+        for blocks in (None, triton_gradients.WIDE_BLOCKS, described, replace(described, tokens=32)):
+            total = torch.ones(len(rows), outputs, inputs)
+            triton_gradients.add_expert_gradient(dy, x, total, bounds, blocks)
+            assert torch.equal(total, exact), (counts, outputs, inputs, blocks)
+print("ALL AGREE")
+"""
 ATTENTION = """
 shapes = ((1, 63, 64, 65, 130), None), ((300, 5), None), ((70, 64, 9, 30, 5), (-1, 0, 1, 0, -1))
 for lengths, parents in shapes:
@@ -180,8 +199,8 @@ assert choose(9, 12288, 2048, dtype=torch.float32) == triton_gradients.FLOAT32_B
 print("ALL AGREE")
 """
 PROGRAMS = {
-    "weights": WEIGHTS, "descriptors": DESCRIPTORS, "attention": ATTENTION, "norms": NORMS, "heads": HEADS, "pages": PAGES,
-    "rows": ROWS, "choice": CHOICE,
+    "weights": WEIGHTS, "descriptors": DESCRIPTORS, "experts": EXPERTS, "attention": ATTENTION,
+    "norms": NORMS, "heads": HEADS, "pages": PAGES, "rows": ROWS, "choice": CHOICE,
 }  # fmt: skip
 
 
