@@ -128,6 +128,40 @@ def describable(rows: Tensor) -> bool:
     return rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
 
 
+@triton.jit
+def _block(program, outputs, inputs, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """The first output and input of a program's block. Neighbouring programs share columns of dy, so
+    that these are read from the cache.
+    """
+    blocks_out = tl.cdiv(outputs, OUTPUTS)
+    blocks_in = tl.cdiv(inputs, INPUTS)
+    in_group = GROUP * blocks_in
+    first_out = (program // in_group) * GROUP
+    height = tl.minimum(blocks_out - first_out, GROUP)
+    block_out = first_out + (program % in_group) % height
+    block_in = (program % in_group) // height
+    return block_out * OUTPUTS, block_in * INPUTS
+
+
+@triton.jit
+def _read_tile(
+    source, start, length, first_column, columns, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a tile of tokens, and zeros behind its last one."""
+    if DESCRIPTORS:
+        tile = load_ragged(source, start.to(tl.int32), length, [0, first_column])
+    else:
+        rows = tl.arange(0, ROWS)
+        column = first_column + tl.arange(0, COLUMNS)
+        live = (rows < length)[:, None]
+        if not EVEN:
+            live = live & (column < columns)[None, :]
+        at = source + (start + rows)[:, None] * stride + column[None, :]
+        tile = tl.load(at, mask=live, other=0.0)
+    return tile
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def _weight_gradient(
     dy, x, out, tile_starts, tile_lengths, tiles, firsts, ends, outputs, inputs, stride_dy, stride_x,
@@ -156,17 +190,7 @@ def _weight_gradient(
         if first == end:
             return
         out += expert * outputs * inputs
-    program = tl.program_id(0)
-    # Neighbouring programs share columns of dy, so that these are read from the cache.
-    blocks_out = tl.cdiv(outputs, OUTPUTS)
-    blocks_in = tl.cdiv(inputs, INPUTS)
-    in_group = GROUP * blocks_in
-    first_out = (program // in_group) * GROUP
-    height = tl.minimum(blocks_out - first_out, GROUP)
-    block_out = first_out + (program % in_group) % height
-    block_in = (program % in_group) // height
-    first_output = block_out * OUTPUTS
-    first_input = block_in * INPUTS
+    first_output, first_input = _block(tl.program_id(0), outputs, inputs, OUTPUTS, INPUTS, GROUP)
     output = first_output + tl.arange(0, OUTPUTS)
     inp = first_input + tl.arange(0, INPUTS)
     at = output.to(tl.int64)[:, None] * inputs + inp[None, :]
@@ -175,7 +199,6 @@ def _weight_gradient(
     else:
         live = (output < outputs)[:, None] & (inp < inputs)[None, :]
         total = tl.load(out + at, mask=live, other=0.0)
-    rows = tl.arange(0, ROWS)
     if AHEAD:
         start = tl.load(tile_starts + first).to(tl.int64)
         length = tl.load(tile_lengths + first)
@@ -183,23 +206,12 @@ def _weight_gradient(
         if not AHEAD:
             start = tl.load(tile_starts + tile).to(tl.int64)
             length = tl.load(tile_lengths + tile)
-        if DESCRIPTORS:
-            first_row = start.to(tl.int32)
-            gradient = load_ragged(dy, first_row, length, [0, first_output])
-            value = load_ragged(x, first_row, length, [0, first_input])
-        else:
-            row = start + rows
-            row_live = rows < length
-            if EVEN:
-                gradient_live = row_live[:, None]
-                value_live = gradient_live
-            else:
-                gradient_live = row_live[:, None] & (output < outputs)[None, :]
-                value_live = row_live[:, None] & (inp < inputs)[None, :]
-            gradient = tl.load(
-                dy + row[:, None] * stride_dy + output[None, :], mask=gradient_live, other=0.0
-            )
-            value = tl.load(x + row[:, None] * stride_x + inp[None, :], mask=value_live, other=0.0)
+        gradient = _read_tile(
+            dy, start, length, first_output, outputs, stride_dy, ROWS, OUTPUTS, EVEN, DESCRIPTORS
+        )
+        value = _read_tile(
+            x, start, length, first_input, inputs, stride_x, ROWS, INPUTS, EVEN, DESCRIPTORS
+        )
         if AHEAD:
             following = tl.minimum(tile + 1, end - 1)
             start = tl.load(tile_starts + following).to(tl.int64)
