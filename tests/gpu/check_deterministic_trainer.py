@@ -157,6 +157,29 @@ def sum_of_parts(inputs: int, outputs: int, parts: int) -> Result:
     return not wrong, f"differing: {', '.join(wrong) or 'nothing'}"
 
 
+def rows_beside_nan() -> Result:
+    """Weight gradients of spans with NaN in the rows before and behind them, by each kernel."""
+    from example_trainer.models.ops import triton_gradients as kernels
+
+    generator, wrong, kinds = torch.Generator().manual_seed(0), [], [kernels.HALF_BLOCKS]
+    if torch.cuda.get_device_capability()[0] == 9:
+        kinds += [kernels.WIDE_BLOCKS, kernels.DESCRIPTOR_BLOCKS]
+    for lengths in ((1,), (3, 64, 5), (1, 63, 64, 65, 130, 17), (300, 5, 1000)):
+        tokens, layout = sum(lengths), Packing(lengths, "cuda")
+        whole = torch.randn(2, tokens + 128, 1024, generator=generator).bfloat16().cuda()
+        whole[:, :64], whole[:, 64 + tokens :] = torch.nan, torch.nan
+        start = torch.randn(512, 512, generator=generator).cuda()
+        bits = []
+        for blocks in kinds:
+            total = start.clone()
+            dy, x = whole[:, 64 : 64 + tokens, :512]
+            kernels.add_weight_gradient(dy, x, total, layout, blocks)
+            bits.append(total)
+        if not bits[0].isfinite().all() or not all(torch.equal(bits[0], one) for one in bits):
+            wrong.append(lengths)
+    return not wrong, f"differing or not finite: {wrong or 'nothing'}"
+
+
 def packing(what: str) -> Result:
     """A model's hidden states and weight gradients, its sequences packed in different ways."""
     model = decoder_for("cuda")
@@ -323,6 +346,7 @@ def checks() -> dict[str, Callable[[], Result]]:
                     inputs, outputs, parts
                 )
             )
+    found["weight gradients beside rows of NaN"] = rows_beside_nan
     found["packing: hidden states"] = lambda: packing("forward")
     found["packing: weight gradients"] = lambda: packing("gradients")
     found["float64: whole model"] = against_the_plain_decoder
