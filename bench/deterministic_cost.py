@@ -204,8 +204,8 @@ def most_tokens(loads: dict[str, dict[str, Any]]) -> int:
 
 
 def speed(data: dict[str, Any], part: str, mode: str, name: str) -> float | None:
-    """Median tokens per second of the rounds that count, of which the first can be slow; None if
-    there is none.
+    """Median tokens per second of the rounds that count; None if there is none. The first round can
+    be slow.
     """
     found = data.get(part, {}).get(mode, {}).get(name)
     if found is None:

@@ -12,8 +12,8 @@ import pytest
 from tests.forked_commands import start_unguarded
 
 ROOT = Path(__file__).resolve().parents[3]
-# Small whole numbers in float16: any order of a sum gives the same bits, and the interpreter
-# multiplies the bits of bfloat16 as if they were whole numbers.
+# A sum of small whole numbers has the same bits in any order. The numbers are in float16, because
+# the interpreter multiplies the bits of bfloat16 as if they were whole numbers.
 PROGRAM = """
 import torch
 from vllm_patching.batch_invariant import expert_kernels as kernels
