@@ -399,7 +399,8 @@ async def _ready(child: ProcessPoolExecutor, function: Callable[..., object]) ->
             await asyncio.get_running_loop().run_in_executor(child, callable, function)
     except (BrokenProcessPool, TimeoutError) as error:
         raise StartFailed(
-            f"no child process for {function.__name__} could be started: {error!r}"
+            f"no child process for {function.__name__} could be started ({error!r}). A child imports "
+            'the script that was started: guard its commands by if __name__ == "__main__":'
         ) from error
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import cache
 from itertools import pairwise
@@ -23,14 +23,12 @@ from atroposlib.utils.math_scoring import (
     as_number,
     boxed_contents,
     compare_plainly,
-    equal_in_this_process,
     last_boxed,
 )
 
 AFTER_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
 IN_DOLLARS = re.compile(r"\banswer is:?\s*\$([^$\n]+)\$", re.IGNORECASE)
 _scorer = MathScorer()
-"""Only used outside the main thread, where math_verify cannot set its alarm."""
 
 
 def final_answers(text: str) -> list[str]:
@@ -65,6 +63,12 @@ def equal(gold: str, answer: str, tolerance: float) -> bool:
 
     A gold number no larger than the tolerance must be met to a thousandth, or every small number
     and 0 would equal it.
+
+    A child process compares expressions, within bounds of time and memory. A script that grades
+    needs `if __name__ == "__main__":`, because a child imports the script.
+
+    Raises:
+        StartFailed: no child process could be started.
     """
     expected, actual = as_number(gold), as_number(answer)
     if expected is not None and actual is not None:
@@ -75,9 +79,9 @@ def equal(gold: str, answer: str, tolerance: float) -> bool:
     plainly = compare_plainly(gold, answer)
     if plainly is not None:
         return plainly
-    if threading.current_thread() is threading.main_thread():
-        return equal_in_this_process(gold, answer)
-    return asyncio.run(_scorer.equal(gold, answer))
+    # This thread may already run an event loop, and a thread cannot run two.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, _scorer.equal(gold, answer)).result()
 
 
 class AccuracyReward(TextReward):

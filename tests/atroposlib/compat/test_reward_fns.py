@@ -22,6 +22,7 @@ from atroposlib.compat.reward_fns.rewards import (
     cascading_r1_math_reward,
     parse_reasoning_response,
 )
+from atroposlib.utils import math_scoring
 
 
 class Length(RewardFunction):
@@ -189,6 +190,24 @@ def test_accuracy_outside_the_main_thread() -> None:
     assert asyncio.run(
         asyncio.to_thread(compute, [r"\boxed{x+1}", r"\boxed{x}"], solution="1+x")
     ) == [1.0, 0.0]
+
+
+async def test_a_power_with_many_digits_takes_no_memory_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The alarm of math_verify comes too late: the power takes hundreds of megabytes before."""
+    monkeypatch.setattr(math_scoring, "KILL_AFTER_SECONDS", 2.0)
+    before = peak_bytes(reset=True)
+    assert AccuracyReward()([r"\boxed{2^{10^{10}}}"], solution="5") == [0.0]
+    assert peak_bytes() - before < 100 << 20
+
+
+def peak_bytes(reset: bool = False) -> int:
+    """Return the most memory that this process had since the last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 @pytest.mark.parametrize("solution", [None, ["5", "6"]])
