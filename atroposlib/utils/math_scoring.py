@@ -225,6 +225,9 @@ _CALLED = rf"{_FUNCTIONS}(?=\s*(?:[\\([{{|^_\d]|[A-Za-z](?![A-Za-z])|{_FUNCTIONS
 """A function with an argument: the `sec` of `5 sec` is a unit."""
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
 _SMALL_POWER = r"(?:\^\s*(?:\d|\{\s*\d\s*\}))?"
+_UNIT_ABOVE = r"([kcm]m|mi|ft|[km]?g|lb|oz|m[lL]|miles?|met(?:er|re)s?|feet|m(?=\s*\}\s*\{\s*s))"
+_UNIT_BELOW = r"(h|hr|hours?|s|sec|seconds?|min|minutes?|days?|c?m|L|m[lL])"
+"""Units of a fraction such as `\\frac{km}{h}`. Most fractions of two letters have variables."""
 _IN_DEGREES = r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})"
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
@@ -320,6 +323,15 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             rf"\s*_\s*{_INDEX}",
             r"(\\binom{\1\2}{\3\4})",
         ),
+        (
+            rf"(?:\{{\s*\}}|(?<![\w)}}\]]))\s*[_^]\s*{_INDEX}\s*(?:\\(?:text|mathrm)\s*\{{\s*P\s*\}}|P)"
+            rf"\s*_\s*{_INDEX}",
+            r"(\\frac{\1\2!}{(\1\2-{\3\4})!})",
+        ),
+        (
+            rf"(?<=[\d}}])\s*\\[dt]?frac\s*\{{\s*{_UNIT_ABOVE}\s*\}}\s*\{{\s*{_UNIT_BELOW}\s*{_SMALL_POWER}\s*\}}",
+            r"\\text{ \1/\2}",
+        ),
         (r"(?:USD|EUR|GBP|Rs\.?)\s*(?=[\d.])|US\s*(?=\\?\$)", ""),
         (r"[€£¥₹]|\\?\$|\\(?:textdollar|texteuro|euro|pounds)(?![A-Za-z])", ""),
         (r"(?:\\text\s*\{\s*|\b)per\s?cent\s*\}?\s*$", r"\\%"),
@@ -332,6 +344,13 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 _NOT_DENIED = r"(?![^{}\d:]*(?i:\b(?:not|never)\b|n't\b))"
 """In front of a label: `Not: 5` does not give 5."""
+_CHANGING = r"(?:not?|never|half|twice|thrice|double|triple|third|quarter|minus|negative|times)"
+_NAME = (
+    rf"(?!(?:[A-Za-z]+\s+)*{_CHANGING}\b)(?=[A-Za-z\s]*(?!abc)[A-Za-z][a-z]{{3}})"
+    r"[A-Za-z](?:[A-Za-z\s]*[A-Za-z])?"
+)
+"""Words in front of `=`, one with four letters, as in `total area = 12`. Fewer letters are variables."""
+_NAMED = re.compile(rf"[\s$]*(?:{TEXT_COMMAND}\s*\{{\s*)?({_NAME})\s*\}}?\s*=")
 _WRAPPERS = tuple(
     re.compile(pattern, re.DOTALL)
     for pattern in (
@@ -344,6 +363,8 @@ _WRAPPERS = tuple(
         r"\\displaystyle(?![A-Za-z])\s*(.+)",
         rf"{TEXT_COMMAND}\s*\{{{_NOT_DENIED}[^{{}}\d]*(?:[:=]|\bis)\s*\}}\s*(.+)",
         rf"{_NOT_DENIED}(?:[A-Za-z]{{2,}}\s+)*[A-Za-z]{{2,}}\s*:\s*([^:]+)",
+        rf"(?i:(?:{TEXT_COMMAND}\s*\{{\s*)?(?:the\s+)?point\s*\}}?)\s*([A-Z]?\s*\(.+\))",
+        rf"(?!.*(?:[,;]|\b(?:and|or)\b).*=)(?:{TEXT_COMMAND}\s*\{{\s*)?{_NAME}\s*\}}?\s*=\s*(.+)",
         r"(?i:approximately|approx\.|about|roughly|exactly)\s+(.+)",
         rf"{TEXT_COMMAND}\s*\{{\s*(?i:approximately|approx\.|about|roughly|exactly)\s*\}}\s*(.+)",
         r"(?i:the\s+(?:correct\s+|final\s+)?answer\s+is)\s+(.+)",
@@ -362,7 +383,7 @@ _WITH_SEMICOLONS = re.compile(
 _GROUPED = re.compile(r"([+-]?\d{1,3})((?:,\d{3})+)(?=(?:\.\d+)?\s*\\?%)")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(
-    rf"(?<=\d)(?:\s+|\s*\\text\s*\{{\s*)({'|'.join(_SCALES)})(?![A-Za-z])(?:\s*\}}|([^{{}}]*))?(?:\}}|$)"
+    rf"(?<=\d)(?:\s+|\s*\\text\s*\{{\s*)({'|'.join(_SCALES)}|dozens?)(?![A-Za-z])(?:\s*\}}|([^{{}}]*))?(?:\}}|$)"
 )
 _SCIENTIFIC = re.compile(
     r"([+-]?)\s*(?:([\d.,]+)\s*(?:\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|\*|[xX])\s*)?10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|([+-]?\d{1,3}))"
@@ -468,12 +489,14 @@ _DENOMINATORS = {word: number for number, word in enumerate(_PARTS, 2)} | {
     "hundredth": 100,
     "thousandth": 1000,
 }
+_AROUND_NAME = re.compile(rf"{TEXT_COMMAND}|[{{}}$]")
+_OPERATOR = re.compile(r"\\(?:[dt]?frac|cdot|times|sqrt)(?![A-Za-z])|[\d+*/^|-]")
 _LONG_WORD = re.compile(r"[A-Za-z]{4,}")
 _DECIMAL_COMMA = re.compile(r"(\s*[+-]?\d+),(\d{1,2}|\d{4,})\s*")
 _COUNT = r"(?:\{\s*\d{1,6}\s*\}|\d{1,6})"
 _COMBINATIONS = re.compile(
-    rf"(?:(?<![\w.^\\])\d{{1,6}}\s*C\s*_?\s*{_COUNT}|C\s*\(\s*\d{{1,6}}\s*,\s*\d{{1,6}}\s*\)"
-    rf"|C\s*_\s*{_COUNT}\s*\^\s*{_COUNT}|C\s*\^\s*{_COUNT}\s*_\s*{_COUNT})(?!\s*[\w.^(])"
+    rf"(?:(?<![\w.^\\])\d{{1,6}}\s*[CP]\s*_?\s*{_COUNT}|C\s*\(\s*\d{{1,6}}\s*,\s*\d{{1,6}}\s*\)"
+    rf"|[CP]\s*_\s*{_COUNT}\s*\^\s*{_COUNT}|[CP]\s*\^\s*{_COUNT}\s*_\s*{_COUNT})(?!\s*[\w.^(])"
 )
 
 
@@ -771,27 +794,38 @@ def _with_commas(bracket: re.Match[str]) -> str:
 
 
 def _with_combinations(text: str) -> str:
-    r"""Return `5C2`, `C_5^2` or `C(5,2)` as a binomial. If other letters are left, C is a variable.
+    r"""Return `5C2`, `C_5^2` or `C(5,2)` as a binomial, and `5P2` or `P_5^2` as factorials.
 
-    >>> _with_combinations("5C2"), _with_combinations("C_5^2 x")
-    ('(\\binom{5}{2})', 'C_5^2 x')
+    If other letters are left, C and P are variables. `P(5,2)` is a point.
+
+    >>> _with_combinations("5C2"), _with_combinations("5P2"), _with_combinations("C_5^2 x")
+    ('(\\binom{5}{2})', '(\\frac{5!}{3!})', 'C_5^2 x')
     """
-    flat = re.sub(rf"{TEXT_COMMAND}\s*\{{\s*C\s*\}}", "C", text)
-    read = _COMBINATIONS.sub(_binomial, flat)
+    flat = re.sub(rf"{TEXT_COMMAND}\s*\{{\s*([CP])\s*\}}", r"\1", text)
+    read = _COMBINATIONS.sub(_selections, flat)
     return text if re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", read)) else read
 
 
-def _binomial(found: re.Match[str]) -> str:
+def _selections(found: re.Match[str]) -> str:
+    """Return the number of combinations or permutations as a formula."""
     above, below = map(int, re.findall(r"\d+", found[0]))
-    if re.match(r"C\s*\^", found[0]):
+    if re.match(r"[CP]\s*\^", found[0]):
         above, below = below, above
-    return rf"(\binom{{{above}}}{{{below}}})" if above >= below else found[0]
+    if above < below:
+        return found[0]
+    if "P" in found[0]:
+        return rf"(\frac{{{above}!}}{{{above - below}!}})"
+    return rf"(\binom{{{above}}}{{{below}}})"
 
 
 def _scale(number: re.Match[str]) -> str:
-    """Return a word such as million as a power of ten. A unit behind the word stays."""
+    """Return a word such as million as a factor. A unit behind the word stays."""
     unit = (number[2] or "").strip()
-    return rf"\times 10^{{{_SCALES[number[1]]}}}" + (rf"\text{{ {unit}}}" if unit else "")
+    power = _SCALES.get(number[1])
+    if power is None and measure(f"1 {unit}"):
+        return number[0]
+    factor = r"\cdot 12" if power is None else rf"\times 10^{{{power}}}"
+    return factor + (rf"\text{{ {unit}}}" if unit else "")
 
 
 def _exact(exponent: re.Match[str]) -> str:
@@ -907,6 +941,8 @@ def compare_plainly(gold: str, answer: str) -> bool | None:
 
 def _compare_spelled(gold: str, answer: str) -> bool | None:
     """Compare the spellings of two answers; None if math_verify must decide."""
+    if _names_another(gold, answer):
+        return False
     dates = date(gold), date(answer)
     if dates[0] and dates[1]:
         return dates[0][1:] == dates[1][1:] and dates[0][0] in (None, dates[1][0])
@@ -935,6 +971,26 @@ def _compare_spelled(gold: str, answer: str) -> bool | None:
     return _compare_choices(one, other)
 
 
+def _names_another(gold: str, answer: str) -> bool:
+    """Return whether an answer names another quantity, as `perimeter = 12` and `2 area = 12` do.
+
+    The gold answer may be `area = 12`, or 12 without a name.
+    """
+    names = [_NAMED.match(text) for text in (gold, answer)]
+    if names[0] and names[1]:
+        return names[0][1].lower().split() != names[1][1].lower().split()
+    left, sign, _ = answer.partition("=")
+    if not sign or names[1] or "".join(left.split()) == "".join(gold.partition("=")[0].split()):
+        return False
+    flat = _OPERATOR.sub("/", _AROUND_NAME.sub(" ", left))
+    words = re.findall("[A-Za-z]+", flat)
+    if len(words) != 1:
+        is_changed = any(re.fullmatch(_CHANGING, word.lower()) for word in words)
+        return is_changed and any(map(_LONG_WORD.search, words))
+    is_word = re.fullmatch("(?!abc)[A-Za-z][a-z]{3,}", words[0])
+    return "\\" not in flat and "/" in flat and is_word is not None
+
+
 def _with_fourths(text: str, other: str) -> str:
     """Return quarters as fourths. Beside a whole number they are coins, unless they are of a whole."""
     if "quarter" not in text:
@@ -959,7 +1015,8 @@ def _compare_amounts(gold: str, answer: str) -> bool | None:
     amounts = quantities(gold), quantities(answer)
     if amounts[0] and amounts[1] and amounts[0].keys() == amounts[1].keys():
         return amounts[0] == amounts[1]
-    measures = [measure(_in_plain_characters(text)) for text in (gold, answer)]
+    texts = [_SCALED.sub(_scale, _in_plain_characters(text)) for text in (gold, answer)]
+    measures = [measure(text) for text in texts]
     if measures[0] and measures[1]:
         equal = equal_measures(measures[0], measures[1])
         if equal is not None:
@@ -1043,6 +1100,8 @@ _OF_BASE = re.compile(
 _PRODUCT_OF_VARIABLES = re.compile(r"\s*[a-z]\s*[a-z]\s*=")
 _TUPLE = re.compile(r"\(.*,.*\)", re.DOTALL)
 _ONE_TUPLE = re.compile(r"\((?:(?!\\[{}])[^()\[\]])*,(?:(?!\\[{}])[^()\[\]])*\)")
+_POINT = re.compile(rf"([A-MO-TV-Z])\s*=?\s*({_ONE_TUPLE.pattern})")
+"""A point with its name. N(0,1) and U(0,1) are distributions."""
 _PRIME = re.compile(r"(?<=[\w)}'])'(?!\d{3}(?!\d))|\"|\\prime(?![A-Za-z])")
 _SET = re.compile(r"\\\{[^()]*,[^()]*\\\}")
 _LIST = re.compile(r"(?!.*\\(?:\{|begin|pm|mp))[^()\[\]|<>=]*,[^()\[\]|<>=]*")
@@ -1055,6 +1114,11 @@ def _with_tuples(one: str, other: str) -> tuple[str, str]:
     values = assignments(one), assignments(other)
     if bool(values[0]) != bool(values[1]):
         one, other = values[0] or one, values[1] or other
+    points = _POINT.fullmatch(one), _POINT.fullmatch(other)
+    if points[0] and (_ONE_TUPLE.fullmatch(other) or (points[1] and points[0][1] == points[1][1])):
+        one = points[0][2]
+    if points[1] and _ONE_TUPLE.fullmatch(one):
+        other = points[1][2]
     if _ONE_TUPLE.fullmatch(other) and _LIST.fullmatch(one):
         return f"({one})", other
     if _ONE_TUPLE.fullmatch(one) and _LIST.fullmatch(other):
@@ -1266,7 +1330,10 @@ def _parsed(text: str) -> list[Any]:
         )
     ]
     values = parse(rf"\boxed{{{text}}}", reading, parsing_timeout=PARSE_SECONDS)
-    return [_with_imaginary_unit(_with_name_first(_united(value, text))) for value in values]
+    united = [_united(value, text) for value in values]
+    if united[:1] != values[:1]:
+        del united[1:]  # the text, in which "or" and "and" are commas alike
+    return [_with_imaginary_unit(_with_name_first(value)) for value in united]
 
 
 def _real_value(text: str) -> float | None:
@@ -1299,11 +1366,14 @@ def _equal_expressions(gold: str, answer: str) -> bool:
     expected, parsed = _parsed(gold), _parsed(answer)
     if not expected or not parsed:
         return False
+    if _is_equation(expected[0]) and not expected[0].free_symbols:
+        expected = [_last_side(expected[0])]
+    expected[0], parsed[0] = _as_graph(expected[0], parsed[0]), _as_graph(parsed[0], expected[0])
     if _is_equation(expected[0]):
         if not _is_equation(parsed[0]) and _is_curve(expected[0], gold):
             return False
         if getattr(expected[0].args[0], "is_Function", False) and not _is_equation(parsed[0]):
-            expected = [expected[0].args[1]]  # f(2)=5 names 5
+            expected = [expected[0].args[1]]  # f(x)=5 names 5
     elif _leaves_unsolved(parsed[0]):
         return False
     equal = verify(expected, parsed, timeout_seconds=PARSE_SECONDS, allow_set_relation_comp=True)
@@ -1324,10 +1394,39 @@ def _is_curve(value: Any, text: str) -> bool:
     return isinstance(value, Eq) and (value.lhs.is_Add or is_product)
 
 
-def _with_name_first(value: Any) -> Any:
-    """Return `5=x` as `x=5`; any other value unchanged."""
-    from sympy import Eq
+def _last_side(value: Any) -> Any:
+    """Return the 5 of `2+3=5` and of `2+3=4+1=5`."""
+    while _is_equation(value):
+        value = getattr(value, "_unsorted_args", value.args)[-1]
+    return value
 
+
+def _as_graph(value: Any, other: Any) -> Any:
+    """Return `f(x)=…` as `y=…` if the other answer is that; any other value unchanged."""
+    from sympy import Eq
+    from sympy.core.function import AppliedUndef
+
+    if not (isinstance(value, Eq) and isinstance(other, Eq) and str(other.lhs) == "y"):
+        return value
+    is_function = isinstance(value.lhs, AppliedUndef) and list(map(str, value.lhs.args)) == ["x"]
+    return Eq(other.lhs, value.rhs, evaluate=False) if is_function else value
+
+
+def _with_name_first(value: Any) -> Any:
+    """Return `5=x` as `x=5`, and `f(2)=5` with a name in place of f(2); others unchanged.
+
+    math_verify solves equations, and finds two without a variable equal.
+    """
+    from sympy import And, Eq, FiniteSet, Symbol
+    from sympy.core.function import AppliedUndef
+
+    if isinstance(value, FiniteSet):
+        return FiniteSet(*map(_with_name_first, value))
+    first = value._unsorted_args[0] if isinstance(value, And) else value
+    if isinstance(first, Eq) and isinstance(first.lhs, AppliedUndef) and not value.free_symbols:
+        if _leaves_unsolved(value):
+            return value
+        return Eq(Symbol(str(first.lhs)), _last_side(value), evaluate=False)
     if isinstance(value, Eq) and value.lhs.is_number and not value.rhs.is_number:
         return Eq(value.rhs, value.lhs, evaluate=False)
     return value
