@@ -62,7 +62,7 @@ class CodeEnvSettings:
 @pytest.fixture
 def env(tokenizer_dir: Path) -> CodeEnv:
     config, servers = CodeEnv.config_init()
-    config.tokenizer_name, config.sandbox_seconds = str(tokenizer_dir), 3.0
+    config.tokenizer_name, config.sandbox_seconds = str(tokenizer_dir), 60.0
     return CodeEnv(config, servers)
 
 
@@ -83,20 +83,20 @@ def graded(env: CodeEnv, *texts: str, finished: bool = True) -> list[Grade]:
 
 def test_what_an_answer_is_worth(env: CodeEnv, caplog: pytest.LogCaptureFixture) -> None:
     env.config.partial_credit, env.config.format_reward = 0.6, 0.2
-    right, third, raises, hangs, hangs_too, text, cheats = graded(
+    right, third, raises, text, cheats = graded(
         env,
         RIGHT,
         "```python\ndef inc(n):\n    return 2\n```",
         "```\ndef inc(n): raise KeyError(n)\n```",
-        "while True: pass",
-        "import time\ntime.sleep(60)",
         "It is n plus one.",
         "```python\nimport sys\ndef inc(n): print('PASSED'); sys.exit(0)\n```",
     )
     assert (right.score, right.correct) == (1.0, True)
     assert third == Grade(pytest.approx(-1 + 0.2 + 0.2), False, "wrong: call 1 returned 2")
     assert raises == Grade(pytest.approx(-1 + 0.2), False, "crash: call 0 raised KeyError: 1")
-    assert [str(grade.answer).partition(":")[0] for grade in (hangs, hangs_too)] == [
+    env.config.sandbox_seconds, env.box = 1.0, None  # short: no program here has to end in time
+    hanging = graded(env, "while True: pass", "import time\ntime.sleep(60)")
+    assert [str(grade.answer).partition(":")[0] for grade in hanging] == [
         "timeout",
         "timeout",
     ]
@@ -171,13 +171,13 @@ def test_it_serves_a_trainer_and_evaluates(
     wrong = [
         "def inc(n): return n",
         "def inc(n): return n +",
-        "import os\nos.fork()\nos.fork()\nwhile True: pass",
+        "import os\nif not os.fork():\n    while True: pass",
     ]
     stack.use_inference(shared_inference, cycle=[RIGHT, *wrong])
     stack.start_service()
     stack.register_trainer(num_steps=1, batch_size=8)
     stack.next_batch()
-    own = ("--env.dataset_path", str(tmp_path / "own.jsonl"), "--env.sandbox_seconds", "2")
+    own = ("--env.dataset_path", str(tmp_path / "own.jsonl"), "--env.sandbox_seconds", "60")
     environment = stack.start_environment(CODE, *own, "--env.group_size", "4")
     (batch,) = stack.take_batches(1)
     assert all(sorted(group["scores"]) == [-1.0, -1.0, -1.0, 1.0] for group in batch)

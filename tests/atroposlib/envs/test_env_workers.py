@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.runner import items
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
+from atroposlib.inference import client
 from atroposlib.inference.client import APIServerConfig, OpenAIServer
 from atroposlib.inference.server_manager import ServerManager
+from atroposlib.utils import waiting
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 from tests.rollout_standin import RolloutStandin
+from tests.virtual_time import virtual_time
 
 PAIR = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
 
@@ -174,43 +178,46 @@ async def test_an_evaluation_that_ends_is_not_kept_waiting() -> None:
 # -----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_item_that_waits_for_the_service_is_never_cut_off() -> None:
+def test_an_item_that_waits_for_the_service_is_never_cut_off() -> None:
     """The service is away for longer than an item may take, with everything sampled: nothing is
     lost, nothing is failed.
     """
-    back = asyncio.Event()
 
     class Posting(ScriptedEnv):
-        waiting = 0
+        waiting, back = 0, asyncio.Event()
 
         async def _send_scored_data_to_api(self, scored_data: Any) -> None:
             self.waiting += 1
-            await back.wait()
+            await self.back.wait()
             await super()._send_scored_data_to_api(scored_data)
 
-    env = serving_env(
-        {"current_step": 0}, kind=Posting, worker_timeout=1.0, max_consecutive_failures=1
-    )
-    env.script = [response(1.0), response(-1.0)] * 2
-    await env._runner.one_round()
-    while env.waiting < 2:
-        await asyncio.sleep(0)
-    await asyncio.sleep(1.5)  # longer than an item may take
-    await env._runner.one_round()
-    env._runner.start_evaluation()  # which stops the workers that sample
-    back.set()
-    await asyncio.wait(env.workers)
-    assert len(env.posted) == 2
-    assert (
-        env.drops.total,
-        env._runner.workers.failures_in_a_row,
-        env._runner.workers.fatal,
-    ) == (0, 0, None)
-    assert "item" not in env._runner.state.backlog, "what is sampled is not sampled again"
+    async def work() -> None:
+        env = serving_env(
+            {"current_step": 0}, kind=Posting, worker_timeout=1.0, max_consecutive_failures=1
+        )
+        env.script = [response(1.0), response(-1.0)] * 2
+        await env._runner.one_round()
+        while env.waiting < 2:
+            await asyncio.sleep(0)
+        await asyncio.sleep(1.5)  # longer than an item may take
+        await env._runner.one_round()
+        env._runner.start_evaluation()  # which stops the workers that sample
+        env.back.set()
+        await asyncio.wait(env.workers)
+        assert len(env.posted) == 2
+        assert (
+            env.drops.total,
+            env._runner.workers.failures_in_a_row,
+            env._runner.workers.fatal,
+        ) == (0, 0, None)
+        assert "item" not in env._runner.state.backlog, "what is sampled is not sampled again"
+
+    with virtual_time(items) as loop:
+        loop.run_until_complete(work())
 
 
 @pytest.mark.parametrize("away", ["the inference server", "a judge"])
-async def test_an_outage_does_not_count_as_an_items_time(
+def test_an_outage_does_not_count_as_an_items_time(
     monkeypatch: pytest.MonkeyPatch, away: str
 ) -> None:
     env = ScriptedEnv([response(1.0), response(-1.0)], worker_timeout=1.0)
@@ -232,8 +239,10 @@ async def test_an_outage_does_not_count_as_an_items_time(
         return dict(PAIR), []
 
     monkeypatch.setattr(env, "collect_trajectories", collect)
-    assert (await env._runner.rollouts.roll_out_in_time("item"))["scores"] == [1.0, -1.0]
-    assert pool.seconds_away > 1.0, "longer than an item may take"
+    with virtual_time(items, client, waiting) as loop:
+        group = loop.run_until_complete(env._runner.rollouts.roll_out_in_time("item"))
+        assert group["scores"] == [1.0, -1.0]
+        assert pool.seconds_away > 1.0, "longer than an item may take"
     assert env.drops.total == 0
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.virtual_time import VirtualLoop
 from tests.vllm_patching.server.fake_engine import PARAMETERS, PARTS, FakeEngine, checksum
-from tests.vllm_patching.server.virtual_time import VirtualLoop
 from vllm_patching.engine_core import extension as engine_core
 from vllm_patching.protocol.messages import BridgeRefusal, CohortBody, Writer
 from vllm_patching.server import bridge, engine_calls, turns

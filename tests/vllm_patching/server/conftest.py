@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.virtual_time import VirtualLoop, virtual_time
 from tests.vllm_patching.server.bridge_world import CLOCKED, World
-from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
 
 
 @pytest.fixture

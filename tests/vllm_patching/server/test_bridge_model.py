@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.virtual_time import virtual_time
 from tests.vllm_patching.server.bridge_world import CLOCKED, POINTS, STEPS, TIMEOUT, Trainer, World
 from tests.vllm_patching.server.fake_engine import Fault
-from tests.vllm_patching.server.virtual_time import virtual_time
 from vllm_patching.server.state import Phase
 
 KINDS = ("single_copy", "follows", "direct", "overlapped")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.virtual_time import VirtualLoop
 from tests.vllm_patching.server.bridge_world import POINTS, TIMEOUT, Trainer, World
 from tests.vllm_patching.server.fake_engine import Fault
-from tests.vllm_patching.server.virtual_time import VirtualLoop
 from vllm_patching.protocol.messages import OCCUPIED, BridgeRefusal
 from vllm_patching.server.state import Phase
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
+from tests.virtual_time import VirtualLoop, virtual_time
 from vllm_patching.engine_core.progress import PROGRESS, WATCH_STEPS, FirstSteps
 from vllm_patching.protocol.messages import BridgeRefusal
 from vllm_patching.server import engine_calls, engine_watch

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
+from tests.virtual_time import VirtualLoop, virtual_time
 from vllm_patching.server import generate
 from vllm_patching.server.generate import CHECK_SECONDS, SHARED_SECONDS, SharedCheck
 

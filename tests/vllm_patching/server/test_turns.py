@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.virtual_time import VirtualLoop, virtual_time
 from tests.vllm_patching.server.bridge_world import CLOCKED, TIMEOUT, FakeWriter, Trainer, World
 from tests.vllm_patching.server.fake_engine import CACHE_BYTES, PARAMETERS, Fault
-from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
 from vllm_patching.protocol.messages import OCCUPIED, BridgeRefusal
 from vllm_patching.server.state import Phase
 from vllm_patching.server.turns import VARIABLE, Turn, prepare
