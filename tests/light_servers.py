@@ -33,7 +33,7 @@ class Devices:
     patience: float = PATIENCE
 
 
-SOON = 60.0
+SOON = 120.0
 """Seconds within which everything is answered and comes to pass, on a machine that may be busy."""
 
 

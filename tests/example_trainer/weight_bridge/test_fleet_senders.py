@@ -194,7 +194,7 @@ def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_ag
         g.num_kv_heads, g.head_dim, g.vocab_size, tie_word_embeddings=g.tie_word_embeddings,
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options: dict[str, Any] = {"bucket": BUCKET_BYTES, "model": tmp_path, "timeout": 4.0}
+    options: dict[str, Any] = {"bucket": BUCKET_BYTES, "model": tmp_path, "timeout": 16.0}
     few = [
         LightServer(starter, free_port(), device=device, **options)
         for device in devices.servers[:2]
@@ -230,7 +230,7 @@ def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_ag
         (tmp_path / f"{transfer} was seen").touch()
     said = processes.finish(trainer, SOON)
     for server in few:
-        why = rf"{server.port} gave version 2 up: .*nothing from trainer \S+ for 4 s.*: joining it again to send version 2"
+        why = rf"{server.port} gave version 2 up: .*nothing from trainer \S+ for 16 s.*: joining it again to send version 2"
         assert len(re.findall(why, said)) == 2, said
     for wrong in ("quarantined", "away", "one by one"):
         assert wrong not in said
