@@ -364,7 +364,7 @@ _WRAPPERS = tuple(
         rf"{TEXT_COMMAND}\s*\{{{_NOT_DENIED}[^{{}}\d]*(?:[:=]|\bis)\s*\}}\s*(.+)",
         rf"{_NOT_DENIED}(?:[A-Za-z]{{2,}}\s+)*[A-Za-z]{{2,}}\s*:\s*([^:]+)",
         rf"(?i:(?:{TEXT_COMMAND}\s*\{{\s*)?(?:the\s+)?point\s*\}}?)\s*([A-Z]?\s*\(.+\))",
-        rf"(?!.*(?:[,;]|\b(?:and|or)\b).*=)(?:{TEXT_COMMAND}\s*\{{\s*)?{_NAME}\s*\}}?\s*=\s*(.+)",
+        rf"(?!.*(?:[,;]|\b(?:and|or)\b).*=)(?=[^=]*=.*[\d\\])(?:{TEXT_COMMAND}\s*\{{\s*)?{_NAME}\s*\}}?\s*=\s*(.+)",
         r"(?i:approximately|approx\.|about|roughly|exactly)\s+(.+)",
         rf"{TEXT_COMMAND}\s*\{{\s*(?i:approximately|approx\.|about|roughly|exactly)\s*\}}\s*(.+)",
         r"(?i:the\s+(?:correct\s+|final\s+)?answer\s+is)\s+(.+)",
@@ -1106,6 +1106,7 @@ _PRIME = re.compile(r"(?<=[\w)}'])'(?!\d{3}(?!\d))|\"|\\prime(?![A-Za-z])")
 _SET = re.compile(r"\\\{[^()]*,[^()]*\\\}")
 _LIST = re.compile(r"(?!.*\\(?:\{|begin|pm|mp))[^()\[\]|<>=]*,[^()\[\]|<>=]*")
 _BETWEEN_VALUES = re.compile(rf"(?:[,;]|\band\b|{TEXT_COMMAND}\s*\{{\s*and\s*\}})")
+_OR = re.compile(rf"{TEXT_COMMAND}\s*\{{\s*or\s*\}}|\bor\b")
 _ASSIGNMENT = re.compile(r"([A-Za-z])\s*=\s*([^=]+)")
 
 
@@ -1162,6 +1163,11 @@ def assignments(text: str) -> str | None:
     return f"({','.join(value for _, value in pairs)})"
 
 
+def _gives_one_of(text: str) -> bool:
+    """Return whether an answer gives the value of one of several variables, as `x=1 or y=2`."""
+    return _OR.search(text) is not None and assignments(_OR.sub(",", text)) is not None
+
+
 def equal_in_this_process(gold: str, answer: str) -> bool:
     """Compare two LaTeX expressions; False if either cannot be read.
 
@@ -1216,6 +1222,8 @@ def _equal_formulas(gold: str, answer: str) -> bool:
     gold, answer = _with_fourths(gold, answer), _with_fourths(answer, gold)
     gold, answer = _content(gold), _content(answer)
     gold, answer = _without_modulus(gold, answer), _without_modulus(answer, gold)
+    if _gives_one_of(gold) != _gives_one_of(answer):
+        return False
     gold, answer = _with_tuples(gold, answer)
     if any(
         _SET.fullmatch(a) and _ONE_TUPLE.fullmatch(b) for a, b in ((gold, answer), (answer, gold))

@@ -285,6 +285,15 @@ RIGHT = {
         ("x>5 or x<2", r"(-\infty,2)\cup(5,\infty)"), ("x=1 or x=2", "1,2"), ("x=1 or x=2", "x=1 and x=2"),
         (r"x\le -1\text{ or }x\ge 1", r"x\geq1\text{ or }x\leq-1"), ("-1<x<1 or x>2", r"(-1,1)\cup(2,\infty)"),
     ],
+    "names, and one of several values": [
+        ("x=1, y=2", "x=1 and y=2"), ("x=1 or x=2", "x=1, x=2"), ("x=1, y=2", "y=2, x=1"), ("perimeter = 2a+2b", "2a+2b"),
+        (r"area = \pi r^2", r"\pi r^2"), ("12", "the area = 12"), ("3 dozen", "36"), ("time = 5 hours", "300 minutes"),
+        ("5", "x = 5 hours"), ("probability = 1/3", r"33\frac13\%"), ("12", r"\textbf{Area} = 12"),
+        ("12", r"\mathrm{Area}=12"), ("0.75", "probability = 3/4"), ("area = 12", "Area: 12"),
+        ("5:30 pm", "time = 5:30 pm"), ("(1,2)", "vertex = (1,2)"), ("(1,2)", "center = (1,2)"),
+        ("(1,2)", "Vertex: (1,2)"), ("[1,2]", "domain = [1,2]"), (r"(-\infty,2)", r"range = (-\infty,2)"),
+        ("1,2", "roots = 1, 2"), ("1,2", "roots = 2, 1"), ("3", "ratio = 3"), ("3:2", "ratio = 3:2"),
+    ],
 }  # fmt: skip
 WRONG = {
     "words that judge a number": [
@@ -566,6 +575,21 @@ WRONG = {
         ("20", "P(5,2)"), ("A(1,2), B(3,4)", "(1,2), (3,4)"), ("6", "half a dozen"), ("(1,1,1)", "x=y=z=1"),
         (r"1.6 \times 10^{-19} C", "1.6e-19"), ("12", "lcm(3,4)=12"), ("4", r"\gcd(8,12)=4"), ("4", "gcd(8,12)=4"),
         ("2,3", "width = 2, height = 3"), ("width = 5, length = 10", "length = 10, width = 5"),
+    ],
+    "names, and one of several values": [
+        ("x=1, y=2", "x=1 or y=2"), ("x=1,y=2", r"x=1\text{ or }y=2"), ("mean = median", "median"),
+        ("mean = mode", "mean = median"), ("(1,2)", "vertex = (2,1)"), ("[1,2]", "domain = (1,2)"), ("1,2", "roots = 1"),
+        ("roots = 1, 2", "1"), ("roots = 1, 2", "3"), ("time = 5 hours", "5 minutes"), ("5:30 pm", "time = 5:30 am"),
+        ("5", "area = 5x"), ("5", "area = 5 = 6"), ("5", "area = 6 = 5"), ("6", "area = 5 = 6"), ("5", "height = 5 or 6"),
+        ("5", "sum = 5, product = 6"), ("5", "sum = 5 and product = 6"), ("5", "rate = 5%%"), ("5", "area < 5 = x"),
+        ("5", "area = |x|"), ("5", "area = 5'"), ("5", r"sum = \pm 5"), ("-5", "sum = 5"), ("5", "sum = -5"),
+        ("5", "sum = 5!"), ("5", "sum = 5..."), ("120", "sum = 5"), ("f(x)=2x", "sum = 2x+1"), ("x+y=3", "total = 3"),
+        ("x=5", "twice = 5"), ("5", "no solution = 5"), ("5", "5 dozen"), ("60", "6 dozen"), ("5", "P(5)"),
+        ("(1,2)", "(1,2)A"), ("(1,2)", "A(1,2)=B"), ("(1,2)", "A(1,2)=0"), ("5", "A(1,2)=5x"),
+        ("15", r"15\frac{km}{h^2}s"), ("15 km", r"15\frac{km}{h}"), ("15", r"15+\frac{km}{h}"), ("20", r"\frac{5P2}{2}"),
+        ("10", "5P2/4"), ("20", "P_5^2+1"), ("5P2", "5P3"), ("C(5,2)", "P_5^2"), ("5C2", "5P2"), ("y=2x", "f(x)=2x, x>0"),
+        ("y=2x", "f(x)=2x+c"), ("12", "Area A=13"), ("12", "dozen"), ("1", "dozen"), ("$2", "2 dozen"),
+        ("2 dozen", "2 eggs"), ("2 dozen", "$2"), ("2.5", "2 dozen 5"),
     ],
 }  # fmt: skip
 
