@@ -40,6 +40,7 @@ from atroposlib.utils.math_scoring import (
     last_boxed,
 )
 from atroposlib.utils.metrics import pass_at_k
+from atroposlib.utils.waiting import plain
 from environments.common import RowsEnv, question_messages
 
 QUESTION_COLUMNS = ("question", "problem", "prompt", "query")
@@ -502,7 +503,9 @@ class MathEnv(RowsEnv):
             return await super().evaluate(*args, **kwargs)
         attempts: list[Attempt] = []
         by_suite: dict[str, float] = {}
-        suites: Mapping[str, Sequence[Question]] = self.suites or {"": self.eval_problems()}
+        suites: Mapping[str, Sequence[Question]] = self.suites or {
+            "": plain(self.eval_problems(), "eval_problems", self)
+        }
         for suite, problems in suites.items():
             samples = self.config.eval_suites.get(suite) or self.config.eval_samples
             temperature = self.config.eval_temperature

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import isawaitable
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -37,7 +38,7 @@ from atroposlib.inference.managed_server import SequenceNode, sequence_fields
 from atroposlib.type_definitions import Item
 from atroposlib.utils.files import KeptLines
 from atroposlib.utils.jsonl import Row, encode_repaired, open_kept_lines, rows_of_lines
-from atroposlib.utils.waiting import awaited
+from atroposlib.utils.waiting import awaited, plain
 from atroposlib.wire import ScoredDataGroup, plain_score, teaches_nothing
 
 logger = logging.getLogger(__name__)
@@ -201,6 +202,10 @@ class Grade:
         score: the reward. A number of any type (NumPy's, PyTorch's, a bool) becomes a float.
         correct: whether the final answer is right; the reward may judge its form as well.
         answer: the final answer as read from the text, for the record.
+
+    Raises:
+        UsageError: `correct` is a text, or the result of a call that lacks its `await`. Python
+            takes both for true, so every answer would count as right.
     """
 
     score: float
@@ -208,6 +213,11 @@ class Grade:
     answer: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.correct, str) or isawaitable(self.correct):
+            raise UsageError(
+                f"correct of a Grade is {self.correct!r:.80}: give True or False, and `await` the "
+                "call of an asynchronous function"
+            )
         object.__setattr__(self, "score", plain_score(self.score))
         object.__setattr__(self, "correct", bool(self.correct))
 
@@ -268,6 +278,15 @@ class GradedEnv(BaseEnv):
         `gold_answer`.
         """
         return {}
+
+    def _described(self, problem: Any) -> dict[str, Any]:
+        """Return `describe`, and refuse all but fields."""
+        fields = plain(self.describe(problem), "describe", self)
+        if not isinstance(fields, dict):
+            raise UsageError(
+                f"describe of {type(self).__name__} returned {fields!r:.80}: return a dict of fields"
+            )
+        return fields
 
     @abstractmethod
     async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
@@ -367,7 +386,7 @@ class GradedEnv(BaseEnv):
         Returns:
             The metrics; empty without held-out problems.
         """
-        problems = self.eval_problems()
+        problems = plain(self.eval_problems(), "eval_problems", self)
         if not problems:
             self.say_once(
                 "no held-out problems",

@@ -362,7 +362,7 @@ class MultiTurnEnv(GradedEnv):
         return [
             Attempt(
                 {"question": talk.question}
-                | self.describe(problem)
+                | self._described(problem)
                 | {
                     "model_parsed": grade.answer,
                     "correct": grade.correct,

@@ -5,10 +5,12 @@ A subclass defines what differs: the problems, the messages and the grading.
 
 import asyncio
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.envs.graded import Attempt, Grade, GradedEnv, checked_grade, group_of
+from atroposlib.errors import UsageError
 from atroposlib.inference.managed_server import SequenceNode
 from atroposlib.inference.responses import answer_part, whole_response
 from atroposlib.type_definitions import Item, Message
@@ -93,7 +95,12 @@ class SingleTurnEnv(GradedEnv):
             length = answer.response.num_tokens
             self.note({"percent_correct": answer.grade.correct, "response_length": length})
         grades, responses = ([a.grade for a in answers], [a.response for a in answers])
-        scores = self.adjust_scores(grades, responses)
+        scores = plain(self.adjust_scores(grades, responses), "adjust_scores", self)
+        if not isinstance(scores, Iterable):
+            raise UsageError(
+                f"adjust_scores of {type(self).__name__} returned {scores!r:.80}: return a list with "
+                "one score for each answer"
+            )
         group = group_of([answer.node for answer in answers], scores)
         if self.config.include_messages:
             group["messages"] = [[*messages, assistant(response)] for response in responses]
@@ -107,7 +114,7 @@ class SingleTurnEnv(GradedEnv):
         return [
             Attempt(
                 {
-                    **self.describe(problem),
+                    **self._described(problem),
                     "model_parsed": answer.grade.answer,
                     "correct": answer.grade.correct,
                     "score": answer.grade.score,

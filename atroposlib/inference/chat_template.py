@@ -385,6 +385,8 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise UsageError(f"messages is {kind(messages)}: give a list of messages")
+    if not messages:
+        raise UsageError("messages is an empty list: give at least one message")
     return [_checked(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 

@@ -326,9 +326,17 @@ def write_evaluation(
 
     Raises:
         EnvironmentFailure: one of them cannot be written; the earlier one is kept.
+        UsageError: a sample has a value that JSON cannot hold.
     """
     replace_file(path, encode_repaired(content, indent=True) + b"\n")
     logger.info("wrote %s", path)
     if samples:
-        replace_file(samples_path, b"".join(encode_repaired(row) + b"\n" for row in samples))
+        try:
+            lines = [encode_repaired(row) + b"\n" for row in samples]
+        except TypeError as error:
+            raise UsageError(
+                f"a sample of the evaluation cannot be written to {samples_path}: "
+                f"{error.__cause__ or error}; use text, numbers and lists in its fields"
+            ) from error
+        replace_file(samples_path, b"".join(lines))
         logger.info("wrote %d samples to %s", len(samples), samples_path)
