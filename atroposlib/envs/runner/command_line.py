@@ -39,7 +39,7 @@ from atroposlib.inference.server_manager import (
     ServerBaseline,
     ServerManagerConfig,
 )
-from atroposlib.utils.files import disk_refusal
+from atroposlib.utils.files import cannot_write, disk_refusal
 from atroposlib.utils.jsonl import replace_file
 from atroposlib.utils.log_lines import LogLines
 from atroposlib.utils.yaml_files import YamlError, load_yaml, read_yaml
@@ -515,6 +515,7 @@ def command_defaults(
 
 async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> None:
     """Construct the environment and run one command to its end."""
+    check_outputs(settings.env)
     env = env_cls(
         config=settings.env,
         server_configs=settings.servers,
@@ -544,6 +545,28 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
         finally:
             # Also when it is stopped, because a person may want to read the rollouts then too.
             say_where_groups_are(settings.env.data_path_to_save_groups, env)
+
+
+def check_outputs(config: Any) -> None:
+    """Refuse files that cannot be written, before any work is done for them.
+
+    Raises:
+        UsageError: a path is a folder, or its own folder cannot be made or written.
+    """
+    for name in ("eval_output", "data_path_to_save_groups"):
+        if (value := getattr(config, name, None)) is None:
+            continue
+        path, flag = Path(value), f"--{ENV_NAMESPACE}.{name}"
+        if path.is_dir():
+            raise UsageError(f"{flag} {path} is a folder: name a file in it")
+        if path.exists() and not path.is_file():  # a device or a pipe
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{flag}: {cannot_write(path, error)}; name another path") from error
+        if not os.access(path.parent, os.W_OK):
+            raise UsageError(f"{flag}: {path.parent} cannot be written; name another path")
 
 
 def write_evaluate_config(folder: Path, settings: Settings) -> None:

@@ -152,6 +152,27 @@ def ends_with_a_line(stack: Stack, folder: Path, method: str, line: str, *argume
     assert "Traceback" not in log
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("evaluate", "--env.eval_output"), ("process", "--env.data_path_to_save_groups")],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    stack: Stack, shared_inference: str, tmp_path: Path, command: str, flag: str
+) -> None:
+    stack.use_inference(shared_inference)
+    (tmp_path / "file").touch()
+    lines = {
+        tmp_path: f"error: {flag} {tmp_path} is a folder: name a file in it",
+        tmp_path
+        / "file"
+        / "result.json": f"error: {flag}: cannot write {tmp_path}/file/result.json",
+    }
+    for path, line in lines.items():
+        started = stack.start_environment(ARITHMETIC, command, flag, str(path))
+        assert started.wait(120) == 2
+        assert started.log_path.read_text().startswith(line)  # no line about work is above it
+
+
 def test_process_writes_groups_and_says_how_to_read_them(
     stack: Stack, shared_inference: str, tmp_path: Path
 ) -> None:
