@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import re
@@ -35,6 +36,9 @@ from example_trainer.launcher.records import (
     refuse_keys,
 )
 from example_trainer.launcher.starter_models import STARTER_MODEL
+
+PREFIX = "LOCKSTEP_"
+"""The beginning of each variable."""
 
 Gpus = tuple[int, ...]
 
@@ -393,8 +397,8 @@ def parser(shared: Mapping[str, str] = MappingProxyType({})) -> OneLineParser:
     made = OneLineParser(
         prog="scripts/start.sh",
         description="Start the stack, or some parts of it, in the background. Every option can also be given as a variable: "
-        "--vllm-port as LOCKSTEP_VLLM_PORT, and so on. Beside living parts of the run, the model, the bridge, GPUs and "
-        "ports are theirs unless given.",
+        "--vllm-port 9901 as LOCKSTEP_VLLM_PORT=9901, --cpu as LOCKSTEP_CPU=1, and so on. Beside living parts of the run, "
+        "the model, the bridge, GPUs and ports are theirs unless given.",
         allow_abbrev=False,
     )
     made.add_argument(
@@ -407,13 +411,46 @@ def parser(shared: Mapping[str, str] = MappingProxyType({})) -> OneLineParser:
     for name, default, description, read in options_with_values():
         if default is not None:
             description += f" (default: {default})"
-        variable = "LOCKSTEP_" + name.upper().replace("-", "_")
-        value = os.environ.get(variable, shared.get(name, default))
+        value = os.environ.get(variable_of(name), shared.get(name, default))
         made.add_argument(f"--{name}", default=value, help=description, type=read)
     for name, description in SWITCHES.items():
-        made.add_argument(f"--{name}", action="store_true", help=description)
-    made.set_defaults(all_interfaces=os.environ.get("LOCKSTEP_ALL_INTERFACES") == "1")
+        on = switched_on(variable_of(name))
+        made.add_argument(f"--{name}", action="store_true", default=on, help=description)
     return made
+
+
+def variable_of(option: str) -> str:
+    """Return the variable that sets an option."""
+    return PREFIX + option.upper().replace("-", "_")
+
+
+def switched_on(variable: str) -> bool:
+    """Read the variable of an option without a value.
+
+    Raises:
+        LauncherError: it is neither 1 nor 0.
+    """
+    value = os.environ.get(variable) or "0"
+    if value not in ("0", "1"):
+        raise LauncherError(f"{variable}={value}: give 1 to switch it on, or 0")
+    return value == "1"
+
+
+def refuse_misspelt_variables() -> None:
+    """Refuse a variable whose name is almost that of an option: start.sh would ignore it.
+
+    Raises:
+        LauncherError: there is one.
+    """
+    names = [name for name, *_ in options_with_values()] + ["run", *SWITCHES]
+    known = {variable_of(name) for name in names}
+    for variable in os.environ:
+        if variable.startswith(PREFIX) and variable not in known:
+            option = variable.removeprefix(PREFIX).lower().replace("_", "-")
+            if near := difflib.get_close_matches(option, names, n=1, cutoff=0.8):
+                raise LauncherError(
+                    f"{variable} is not a variable of start.sh: did you mean {variable_of(near[0])}?"
+                )
 
 
 def parse(arguments: Sequence[str]) -> StackOptions:
@@ -423,6 +460,7 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         LauncherError: something cannot work.
         SystemExit: `--help`, or a line that does not parse (status 2).
     """
+    refuse_misspelt_variables()
     given = parser().parse_args(arguments)
     if given.resume:
         return resumed(given, arguments)
@@ -493,10 +531,10 @@ def check_environment(name: str | None, model: str) -> str:
         return {str(STARTER_MODEL): "arithmetic"}.get(model, "gsm8k")
     if name in ENVIRONMENTS:
         return name
-    if Path(name).is_file():
+    if Path(name).is_file() and name.endswith(".py"):
         return str(Path(name).resolve())
     raise LauncherError(
-        f"--environment {name}: give {' or '.join(ENVIRONMENTS)}, or the path of an environment's file"
+        f"--environment {name}: give {' or '.join(ENVIRONMENTS)}, or the path of an environment's .py file"
     )
 
 

@@ -56,6 +56,7 @@ def test_gpus_are_dealt_out(
         (["--cpu", "--vllm-gpus", "0"], "--cpu excludes --vllm-gpus"),
         (["--vllm-gpus", "7"], "GPU 7 is not there"),
         (["--environment", "nowhere.py"], "--environment nowhere.py"),
+        (["--environment", str(ROOT / "README.md")], "README.md: give arithmetic or gsm8k, or the"),
         (["--model", "./nowhere"], "--model ./nowhere"),
         (["--model", "runs/nowhere"], "--model runs/nowhere: no such folder"),
         (["vllm", "--bridge", "restart", "--cpu"], "the trainer starts vLLM itself"),
@@ -91,6 +92,23 @@ def test_variables_are_defaults_and_flags_win(
         29777,
     )
     assert options.vllm_args == ("--max-num-seqs", "4")
+
+
+def test_variables_set_options_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_CPU", "1")
+    with pytest.raises(LauncherError, match="--cpu excludes --vllm-gpus"):
+        parse(["--vllm-gpus", "0"])
+    monkeypatch.setenv("LOCKSTEP_CPU", "yes")
+    with pytest.raises(LauncherError, match="LOCKSTEP_CPU=yes: give 1 to switch it on, or 0"):
+        parse([])
+
+
+def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_VENV", ".venv")  # of another program
+    assert parse(["--cpu"]).vllm_ports == (9001,)
+    monkeypatch.setenv("LOCKSTEP_VLLM_PROT", "9901")
+    with pytest.raises(LauncherError, match=r"VLLM_PROT .* did you mean LOCKSTEP_VLLM_PORT\?"):
+        parse(["--cpu"])
 
 
 def test_defaults_are_the_starter_model_on_this_machine() -> None:
