@@ -393,7 +393,11 @@ def parser(shared: Mapping[str, str] = MappingProxyType({})) -> OneLineParser:
 
     Args:
         shared: defaults from parts of the run that live, by option.
+
+    Raises:
+        LauncherError: a variable has a name or a value that cannot work.
     """
+    refuse_misspelt_variables()
     made = OneLineParser(
         prog="scripts/start.sh",
         description="Start the stack, or some parts of it, in the background. Every option can also be given as a variable: "
@@ -460,7 +464,6 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         LauncherError: something cannot work.
         SystemExit: `--help`, or a line that does not parse (status 2).
     """
-    refuse_misspelt_variables()
     given = parser().parse_args(arguments)
     if given.resume:
         return resumed(given, arguments)
