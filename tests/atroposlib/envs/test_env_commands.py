@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from example_trainer.child_processes.processes import wait_until
+from example_trainer.child_processes.processes import ProcessDied, wait_until
 from tests.atroposlib.envs.env_stack import Stack
 
 pytestmark = pytest.mark.e2e
@@ -169,7 +169,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     }
     for path, line in lines.items():
         started = stack.start_environment(ARITHMETIC, command, flag, str(path))
-        assert started.wait(120) == 2
+        with pytest.raises(ProcessDied, match="exited with code 2"):
+            started.wait(120)
         assert started.log_path.read_text().startswith(line)  # no line about work is above it
 
 
