@@ -90,7 +90,9 @@ async def follower_asks(url: str) -> None:
 
 
 def sampling_server(url: str) -> VLLMServer:
-    return VLLMServer(APIServerConfig(base_url=f"{url}/v1", api_key=KEY, model_name="m", timeout=5))
+    return VLLMServer(
+        APIServerConfig(base_url=f"{url}/v1", api_key=KEY, model_name="m", timeout=60)
+    )
 
 
 async def environment_samples(url: str) -> None:
@@ -152,7 +154,7 @@ def table(keyed: bool, *urls: str) -> dict[str, Any]:
 async def followed(service: HttpServer, own: HttpServer, service_key: str | None) -> list[str]:
     """The servers of an environment after it has read a service's table, each of them asked once."""
     manager = ServerManager(
-        [APIServerConfig(base_url=f"{own.url}/v1", api_key=KEY, model_name="m", timeout=5)]
+        [APIServerConfig(base_url=f"{own.url}/v1", api_key=KEY, model_name="m", timeout=60)]
     )
     manager.follower = FleetFollower(service.url, service_key)
     await manager._follow_once()

@@ -218,7 +218,7 @@ def server() -> Iterator[HttpServer]:
 
 
 def test_all_calls_to_a_server_share_one_connection(server: HttpServer) -> None:
-    trainer = EngineTrainer("tiny", server.port, "cpu", timeout=20)
+    trainer = EngineTrainer("tiny", server.port, "cpu", timeout=60)
     for _ in range(3):
         trainer._ask_all("/pause", params={"mode": "keep"})()
         trainer._ask_all("/update_weights", json={"update_info": {}})()
@@ -229,6 +229,6 @@ def test_all_calls_to_a_server_share_one_connection(server: HttpServer) -> None:
 
 
 def test_a_call_in_the_background_raises_where_it_is_waited_for(server: HttpServer) -> None:
-    wait = EngineTrainer("tiny", server.port, "cpu", timeout=20)._ask_all("/broken")
+    wait = EngineTrainer("tiny", server.port, "cpu", timeout=60)._ask_all("/broken")
     with pytest.raises(Exception, match="500"):
         wait()
