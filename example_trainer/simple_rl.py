@@ -38,6 +38,7 @@ from collections.abc import Iterator
 
 import torch
 
+from atroposlib.one_line_parser import OneLineParser
 from example_trainer.api_keys import revealed
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
@@ -111,7 +112,7 @@ LEAST = {"staleness": 0, "evaluate_every": 0, "held_out": 1, "problem_count": 1}
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """Return the options; options of PASSED_ON are there only if they are given."""
     about = "Reinforcement learning with bitwise equal sampler and trainer."
-    parser = argparse.ArgumentParser(prog="simple_rl.py", description=about, allow_abbrev=False)
+    parser = OneLineParser(prog="simple_rl.py", description=about, allow_abbrev=False)
     add_flags(parser)
     for section, left_out in PASSED_ON.items():
         add_section(parser, section, left_out)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from atroposlib.one_line_parser import OneLineParser
 from example_trainer.api_keys import SECRETS
 from example_trainer.async_grpo.cluster import RayCluster
 from example_trainer.async_grpo.driver import Driver
@@ -36,7 +37,7 @@ logger = logging.getLogger("example_trainer.async_grpo")
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    command_line = argparse.ArgumentParser(
+    command_line = OneLineParser(
         prog="python -m example_trainer.async_grpo",
         description="Start generators with their environments, reference workers, parameter "
         "servers, the rollout service and the trainer. They run on this machine or on "

@@ -605,7 +605,7 @@ def last_start(run: Path) -> StackOptions:
             for name, value in values.items()
         }
         return StackOptions(**{**values, "run": run})
-    except TypeError as error:
+    except (AttributeError, TypeError) as error:  # without names, or with other ones
         raise LauncherError(
             f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start without "
             "--resume"

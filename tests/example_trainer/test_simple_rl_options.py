@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from example_trainer import simple_defaults
+from example_trainer.async_grpo.__main__ import parser
 from example_trainer.batch.problems import GSM8K
 from example_trainer.errors import ConfigError, ModelError
 from example_trainer.simple_defaults import GUIDE_BYTES, STARTER_MODEL, choose_kernels, choose_run
 from example_trainer.simple_rl import last_gpu, parse_arguments, trainer_config
+
+
+@pytest.mark.parametrize(
+    ("parse", "program", "given"),
+    [
+        (parse_arguments, "simple_rl.py", []),
+        (parser().parse_args, "python -m example_trainer.async_grpo", ["--config", "run.yaml"]),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_names_the_nearest(
+    parse: Callable[[list[str]], object],
+    program: str,
+    given: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse([*given, "--stesp", "3"])
+    assert capsys.readouterr().err == (
+        f"{program}: error: unrecognized arguments: --stesp 3; did you mean --steps? "
+        f"(see {program} --help)\n"
+    )
 
 
 @pytest.mark.parametrize("words", ["--minibatches 2", "--ppo-epochs 3"])

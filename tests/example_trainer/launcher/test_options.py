@@ -500,3 +500,9 @@ def test_each_line_stands_behind_its_part(tmp_path: Path) -> None:
     said.clear()
     show(tmp_path, ["service"], lines=2, follow=False, say=said.append)
     assert said == ["service     | old", "service     | last of api.log"]
+
+
+def test_options_of_a_start_that_are_not_names_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "options.json").write_text("[1]")
+    with pytest.raises(LauncherError, match=r"options\.json is of another version"):
+        parse(["--run", str(tmp_path), "--resume"])
