@@ -982,11 +982,11 @@ def _names_another(gold: str, answer: str) -> bool:
     left, sign, _ = answer.partition("=")
     if not sign or names[1] or "".join(left.split()) == "".join(gold.partition("=")[0].split()):
         return False
-    flat = _OPERATOR.sub("/", _AROUND_NAME.sub(" ", left))
+    flat = _OPERATOR.sub("/", _AROUND_NAME.sub(" ", left.rpartition(":")[2]))
     words = re.findall("[A-Za-z]+", flat)
     if len(words) != 1:
         is_changed = any(re.fullmatch(_CHANGING, word.lower()) for word in words)
-        return is_changed and any(map(_LONG_WORD.search, words))
+        return is_changed and "/" not in flat and any(map(_LONG_WORD.search, words))
     is_word = re.fullmatch("(?!abc)[A-Za-z][a-z]{3,}", words[0])
     return "\\" not in flat and "/" in flat and is_word is not None
 

@@ -237,6 +237,8 @@ RIGHT = {
         ("12", r"\mathrm{lcm}(3,4)=12"), ("3", r"\lfloor\pi\rfloor=3"), ("12", "$area = 12$"),
         (r"\text{Area} = 12\pi", r"12\pi"), ("12", r"\text{Number of apples} = 12"), ("12", "apples = 12"),
         ("1/2", "P(A)=1/2"), ("10", "width=10"), ("x=5", "5"), ("2,3", "2 and 3"), ("slope = 3", "m = 3"),
+        ("220", "Buicks:12+8(26)=220"), ("12", "Over 50:40-4-24=12 Judges"),
+        ("300", "100 less than one-third capacity is 400 - 100 = 300 people."),
     ],
     "permutations": [
         ("20", "5P2"), ("5P2", "20"), ("20", "_5P_2"), ("20", "P_5^2"), ("20", "{}^5P_2"), ("60", "{}_5P_3"),
