@@ -24,7 +24,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin
 
 import orjson
-from pydantic import BaseModel, Field, FiniteFloat, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator
 from typing_extensions import TypedDict
 
 from atroposlib.type_definitions import Message
@@ -109,7 +109,11 @@ PLAIN = frozenset((int, float, str, type(None)))
 
 
 class StrictNumbers(BaseModel):
-    """Refuse `true`, `yes` and `on` for a number, in files, flags, request bodies and Python alike."""
+    """Refuse `true`, `yes` and `on`, NaN and infinity for a number, in files, flags, request bodies
+    and Python alike.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

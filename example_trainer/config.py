@@ -174,13 +174,11 @@ class MixtureOptions(Section):
     router_balance_coef: float = Field(
         0.0,
         ge=0,
-        allow_inf_nan=False,
         description="weight of the load balance loss of each layer's router (Switch Transformer); costs one more forward pass",
     )
     router_z_coef: float = Field(
         0.0,
         ge=0,
-        allow_inf_nan=False,
         description="weight of the z-loss of each layer's router (ST-MoE)",
     )
     router_replay: bool = Field(
@@ -199,7 +197,7 @@ class MixtureOptions(Section):
 class OptimizerOptions(Section):
     """Optimizer"""
 
-    lr: float = Field(1e-5, ge=0, allow_inf_nan=False, description="learning rate")
+    lr: float = Field(1e-5, ge=0, description="learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="course of the learning rate"
     )
@@ -209,12 +207,9 @@ class OptimizerOptions(Section):
     adam_eps: float = Field(
         1e-8,
         gt=0,
-        allow_inf_nan=False,
         description="AdamW: added to the root of the second moment",
     )
-    weight_decay: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="AdamW: decay of matrices"
-    )
+    weight_decay: float = Field(0.0, ge=0, description="AdamW: decay of matrices")
     max_grad_norm: float = Field(
         1.0, ge=0, description="gradients are scaled down to this global norm; 0: never"
     )
@@ -337,7 +332,6 @@ class AlgorithmOptions(Section):
     advantage_beta: float = Field(
         DEFAULT_BETA,
         gt=0,
-        allow_inf_nan=False,
         description="exponential: β of exp(score/β) / mean - 1, in units of the score",
     )
     advantage_std: bool | None = Field(
@@ -357,19 +351,16 @@ class AlgorithmOptions(Section):
     clip_eps_high: float | None = Field(
         None,
         gt=0,
-        allow_inf_nan=False,
         description="how far it may rise, if not as far as it may fall",
     )
     dual_clip: float | None = Field(
         None,
         gt=1,
-        allow_inf_nan=False,
         description="where the loss of a negative advantage stops growing with the ratio; not given: nowhere",
     )
     kl_coef: float = Field(
         0.0,
         ge=0,
-        allow_inf_nan=False,
         description="weight of the divergence from the reference model; 0: no reference is loaded",
     )
     kl_in: KLPlace | None = Field(
@@ -385,7 +376,6 @@ class AlgorithmOptions(Section):
     )
     entropy_coef: float = Field(
         0.0,
-        allow_inf_nan=False,
         description="weight of the policy's entropy, which the loss then rewards",
     )
     ppo_epochs: int = Field(1, ge=1, description="passes over a batch, for one weight version")
@@ -395,7 +385,6 @@ class AlgorithmOptions(Section):
     temperature: float = Field(
         1.0,
         ge=0.01,
-        allow_inf_nan=False,
         description="divides the logits of sequences that do not record at which temperature they "
         "were sampled",
     )
@@ -446,7 +435,6 @@ class CorrectionOptions(Section):
     correction_high: float = Field(
         2.0,
         ge=1,
-        allow_inf_nan=False,
         description="highest weight, or highest ratio that is not left out",
     )
     correction_low: float = Field(0.5, gt=0, lt=1, description="lowest ratio that is not left out")
@@ -457,7 +445,6 @@ class CorrectionOptions(Section):
     sequence_kl_limit: float | None = Field(
         None,
         gt=0,
-        allow_inf_nan=False,
         description="leave out sequences whose KL to the sampler is larger, in nats per token; not given: none",
     )
 
@@ -475,7 +462,7 @@ class LengthOptions(Section):
         description="penalise: over how many tokens before the limit the penalty grows from 0 to its full size",
     )
     overlong_penalty: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="penalise: taken off the score at the limit"
+        1.0, gt=0, description="penalise: taken off the score at the limit"
     )
     too_long: Literal["mask", "drop"] = Field(
         "mask",
@@ -493,7 +480,6 @@ class DistillationOptions(Section):
     distill_coef: float = Field(
         0.0,
         ge=0,
-        allow_inf_nan=False,
         description="weight of the reverse KL to the teacher whose logprobs came along; 0: none",
     )
     distill_in: Literal["advantage", "loss"] = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ MERGE = "tag:yaml.org,2002:merge"
 
 
 class YamlError(ValueError):
-    """The text is not UTF-8 or not YAML, or a key stands twice.
+    """The text is not UTF-8 or not YAML, a key stands twice, or a number is not finite.
 
     The message is one line without values, which may be secret.
     """
@@ -67,12 +68,23 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _finite_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    number: float = loader.construct_yaml_float(node)
+    if not math.isfinite(number):
+        raise YamlError(f"{node.value!r:.80}{_place(node.start_mark)} is not a finite number")
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _finite_float)
+
+
 def load_yaml(text: str) -> Any:
     """Return the value of one YAML document; a number such as `1e-5`, which YAML reads as text,
     stays text.
 
     Raises:
-        YamlError: the text is not YAML, or a mapping has the same key twice.
+        YamlError: the text is not YAML, a mapping has the same key twice, or a number is not
+            finite.
     """
     try:
         return yaml.load(text, _Loader)

@@ -96,6 +96,8 @@ def test_values_of_flags_get_the_fields_types(arguments: str, field: str, value:
         ("train", "'train' is neither a command"),
         ("--env.group_size many", "--env.group_size 'many': "),
         ("--env.group_size 0", "--env.group_size 0: "),
+        ("--env.worker_timeout nan", "--env.worker_timeout 'nan': Input should be a finite num"),
+        ("--env.worker_timeout .inf", "--env.worker_timeout '.inf': "),
         ("--env.levels [1,x]", "--env.levels.1 'x': "),
         ("--openai.server_type hal", "--openai.server_type 'hal': "),
     ],
@@ -166,6 +168,9 @@ def test_yaml_file_faults(tmp_path: Path) -> None:
     for path in (broken, scalar, tmp_path / "missing.yaml"):
         with pytest.raises(UsageError, match=path.name):
             read_config(str(path))
+    broken.write_text("env: {temperature: .nan}")
+    with pytest.raises(UsageError, match=r"'\.nan' in line 1, column 20 is not a finite number"):
+        read_config(str(broken))
 
 
 @pytest.mark.parametrize(
