@@ -257,12 +257,40 @@ def words(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be split into words: {error}") from None
 
 
+def run_folder(text: str) -> Path:
+    """The folder of a run, which may not exist yet."""
+    path = os.path.expanduser(text)
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"{text} is a file: give the folder of a run")
+    return Path(text)
+
+
+def read_variable(variable: str, read: Callable[[str], object]) -> object:
+    """Read an option's variable; None if it is not set.
+
+    Raises:
+        LauncherError: the option cannot have this value.
+    """
+    value = os.environ.get(variable)
+    if value is None:
+        return None
+    try:
+        return read(value)
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise LauncherError(f"{variable}={value}: {error}") from error
+
+
 def add_run_option(parser: argparse.ArgumentParser) -> None:
-    """--run, which all four commands have."""
-    default = os.environ.get("LOCKSTEP_RUN") or str(ROOT / RUN)
+    """--run, which all four commands have.
+
+    Raises:
+        LauncherError: the variable names a file.
+    """
+    named = os.environ.get("LOCKSTEP_RUN")
+    default = read_variable("LOCKSTEP_RUN", run_folder) if named else ROOT / RUN
     parser.add_argument(
         "--run",
-        type=Path,
+        type=run_folder,
         default=default,
         help=f"the run's folder (default: {RUN}, or $LOCKSTEP_RUN)",
     )
@@ -415,7 +443,9 @@ def parser(shared: Mapping[str, str] = MappingProxyType({})) -> OneLineParser:
     for name, default, description, read in options_with_values():
         if default is not None:
             description += f" (default: {default})"
-        value = os.environ.get(variable_of(name), shared.get(name, default))
+        value = read_variable(variable_of(name), read)
+        if value is None:
+            value = shared.get(name, default)
         made.add_argument(f"--{name}", default=value, help=description, type=read)
     for name, description in SWITCHES.items():
         on = switched_on(variable_of(name))

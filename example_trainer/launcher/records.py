@@ -233,6 +233,11 @@ class Records:
             return Record(**{**values, "keeper": Identity(**values["keeper"])})
         except FileNotFoundError:
             return self.unrecorded().get(part)
+        except NotADirectoryError:
+            raise LauncherError(
+                f"{self.folder} is a file, and records of processes belong into a folder of that "
+                "name: remove the file, or give another --run"
+            ) from None
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise LauncherError(
                 f"{path} is not a record of a process ({error}): remove it if nothing of this run "

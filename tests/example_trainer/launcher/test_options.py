@@ -103,6 +103,32 @@ def test_variables_set_options_without_a_value(monkeypatch: pytest.MonkeyPatch) 
         parse([])
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("STEPS", "many", "'many' is not a whole number of at least 1"),
+        ("VLLM_PORT", "high", "'high' is not a TCP port"),
+        ("WAIT", "long", "'long' is not a whole number of at least 1"),
+        ("RUN", "/etc/passwd", "/etc/passwd is a file: give the folder of a run"),
+    ],
+)
+def test_a_bad_value_of_a_variable_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, reason: str
+) -> None:
+    monkeypatch.setenv(f"LOCKSTEP_{variable}", value)
+    with pytest.raises(LauncherError, match=f"^LOCKSTEP_{variable}={value}: {reason}"):
+        parse(["--cpu"])
+
+
+@pytest.mark.parametrize("name", ["start", "stop", "status", "logs"])
+def test_a_file_is_not_a_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.COMMANDS[name](["--run", "/etc/passwd"])
+    assert ended.value.code == 2
+    line = "argument --run: /etc/passwd is a file: give the folder of a run"
+    assert line in capsys.readouterr().err
+
+
 def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_VENV", ".venv")  # of another program
     assert parse(["--cpu"]).vllm_ports == (9001,)
