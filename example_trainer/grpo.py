@@ -35,6 +35,7 @@ from example_trainer.process import StopSignal, leave, run
 from example_trainer.training.assembly import make_trainer
 from example_trainer.training.loop import train as take_steps
 from example_trainer.training.rank_plan import plan_ranks
+from example_trainer.training.runs import require_save_path
 
 logger = logging.getLogger("example_trainer.grpo")
 
@@ -42,9 +43,11 @@ logger = logging.getLogger("example_trainer.grpo")
 def main(arguments: Sequence[str], stop: StopSignal) -> int:
     """Train in this process, or start one process for each rank and wait for all.
 
-    Returns the exit status. With the variable CHECK_ONLY only the options are read.
+    Returns the exit status. With the variable CHECK_ONLY the options are checked, and nothing starts.
     """
     config = parse_config(arguments)
+    if os.environ.get("RANK", "0") == "0":  # it alone makes the folder
+        require_save_path(config.save_path)
     if os.environ.get(CHECK_ONLY) == "1":
         return 0
     plan = plan_ranks(config, stop)

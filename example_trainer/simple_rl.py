@@ -87,7 +87,7 @@ from example_trainer.training.model import (
 )
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.quantised import quantisation
-from example_trainer.training.runs import PREFIX, new_run
+from example_trainer.training.runs import PREFIX, new_run, require_save_path
 from example_trainer.training.step import make_objective
 from example_trainer.training.trainer import Trainer
 from example_trainer.weight_bridge.factory import make_bridge
@@ -323,6 +323,7 @@ def run_training(
     port, rendezvous = ports.pick(), ports.pick()
     config, ranks = trainer_config(options, port), Ranks()
     require_vllm()
+    require_save_path(config.save_path)
     config = fitted_to_model(config)
     objective = make_objective(config)
     if config.optimizer == "adamw-8bit":

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,18 @@ logger = logging.getLogger(__name__)
 DISK_REFUSALS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG))
 """Errors of a disk that takes no more: full, quota used up, read-only, broken, or a limit on the
 size of a file."""
+UNFIT_PATH = frozenset(
+    (
+        errno.EEXIST,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ENOENT,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.EROFS,
+    )
+)
+"""Errors of a path that this user can never write, however much space there is."""
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -95,6 +108,36 @@ def _free(path: Path, error: OSError) -> str:
     with suppress(OSError):
         return f" ({shutil.disk_usage(folder).free:,} bytes are free there)"
     return ""
+
+
+def remedy(error: BaseException, other: str) -> str:
+    """Return the advice that fits an error of writing: a full disk needs room, a path that cannot
+    be a file or a folder does not.
+
+    Args:
+        other: the advice that always helps, such as `change --save-path`.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EACCES, errno.EPERM):
+        return f"let this user write there, or {other}"
+    return other if number in UNFIT_PATH else f"make room there, or {other}"
+
+
+def require_writable(folder: Path) -> None:
+    """Try to write in a folder, or where it would be made. Leaves nothing behind.
+
+    Raises:
+        OSError: the folder cannot be written or made. It names the folder.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        if not nearest.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is not a folder")
+        with tempfile.TemporaryFile(dir=nearest, buffering=0) as file:
+            file.write(b"0")
+    except OSError as error:
+        error.filename = str(folder)
+        raise
 
 
 def disk_refusal(error: BaseException) -> str | None:

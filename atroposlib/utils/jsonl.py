@@ -29,7 +29,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from atroposlib.errors import EnvironmentFailure, UsageError
-from atroposlib.utils.files import KeptLines, cannot_write, write_whole
+from atroposlib.utils.files import KeptLines, cannot_write, remedy, write_whole
 from atroposlib.wire import as_plain, encode, unstorable
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def replace_file(path: Path, content: bytes) -> None:
         write_whole(target, content)
     except OSError as error:
         line = cannot_write(path, error, len(content))
-        raise EnvironmentFailure(f"{line}; make room there, or name another path") from error
+        raise EnvironmentFailure(f"{line}; {remedy(error, 'name another path')}") from error
 
 
 def unencodable_fields(fields: Mapping[Any, Any]) -> dict[Any, str]:
@@ -139,7 +139,7 @@ class JsonLinesWriter:
             self._lines.write_now(line)
         except OSError as error:
             reason = cannot_write(self.path, error, len(line) + 1)
-            raise EnvironmentFailure(f"{reason}; make room there, or name another path") from error
+            raise EnvironmentFailure(f"{reason}; {remedy(error, 'name another path')}") from error
 
     def close(self) -> None:
         self._lines.close()

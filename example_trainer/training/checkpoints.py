@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from atroposlib.utils.files import DISK_REFUSALS, write_whole
+from atroposlib.utils.files import DISK_REFUSALS, remedy, write_whole
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import CheckpointError, TrainerError
 from example_trainer.models import Decoder
@@ -688,7 +688,7 @@ class Checkpoints:
             if isinstance(error, OSError) and error.errno in DISK_REFUSALS:
                 reason += f" (it needs {needed / 1e9:.2f} GB)"
             raise CheckpointError(
-                f"could not write checkpoint {final}: {reason}; {kept}; make room or change --save-path"
+                f"could not write checkpoint {final}: {reason}; {kept}; {remedy(error, 'change --save-path')}"
             ) from error
 
     def _require_own_run(self, final: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atroposlib.utils.files import cannot_write, write_whole
+from atroposlib.utils.files import cannot_write, remedy, require_writable, write_whole
 from atroposlib.wire import TrainerSession
 from example_trainer.batch.client import LastRun, TrainedBatch
 from example_trainer.errors import CheckpointError, ConfigError
@@ -289,7 +289,21 @@ def mark_run(run: Run, folder: Path, prefix: str = PREFIX) -> None:
         write_whole(file, content)
     except OSError as error:
         reason = cannot_write(file, error, len(content))
-        raise CheckpointError(f"{reason}; make room or change --save-path") from error
+        raise CheckpointError(f"{reason}; {remedy(error, 'change --save-path')}") from error
+
+
+def require_save_path(folder: Path) -> None:
+    """Refuse a folder that cannot be written, before the start of anything that takes long.
+
+    Raises:
+        ConfigError: the folder cannot be written or made.
+    """
+    try:
+        require_writable(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"--save-path: {cannot_write(folder, error)}; {remedy(error, 'change --save-path')}"
+        ) from error
 
 
 # The start of a trainer: a new run, or a checkpoint of the run that it continues.

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
-from atroposlib.errors import UsageError
+from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.utils import files as ours
 from atroposlib.utils import jsonl
 from atroposlib.utils.files import DISK_REFUSALS, KeptLines, append_whole
@@ -29,6 +29,7 @@ from atroposlib.utils.jsonl import (
     JsonLinesFollower,
     LineFollower,
     last_rows,
+    replace_file,
     rows_of_file,
     usable_rows,
 )
@@ -331,7 +332,11 @@ def test_the_last_bytes_begin_with_a_whole_line(
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
     ),
@@ -538,3 +543,20 @@ def test_files_that_were_joined_have_several_marks(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(2 * b'\xef\xbb\xbf{"a": 1}\n')
     assert [row.value for row in rows_of_file(path)] == [{"a": 1}, {"a": 1}]
+
+
+def test_a_path_that_is_a_folder_needs_another_path_and_no_room(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFailure, match=r": Is a directory; name another path$"):
+        replace_file(tmp_path, b"text")
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "make room there, or write elsewhere"),
+        (errno.EACCES, "let this user write there, or write elsewhere"),
+        (errno.EEXIST, "write elsewhere"),
+    ],
+)
+def test_the_advice_fits_the_error(number: int, advice: str) -> None:
+    assert ours.remedy(OSError(number, "reason"), "write elsewhere") == advice

@@ -387,6 +387,10 @@ def test_a_record_that_cannot_be_read_is_named(run: Run) -> None:
     with pytest.raises(LauncherError, match=r"vllm\.json is not a record of a process"):
         collect(run.folder)
     (run.records.folder / "vllm.json").unlink()
+    run.records.folder.rmdir()
+    run.records.folder.write_text("")
+    with pytest.raises(LauncherError, match=r"processes is a file, .*: remove the file, or give"):
+        run.records.read("vllm")
 
 
 def test_flags_that_the_trainer_refuses_are_named_before_anything_starts(run: Run) -> None:
@@ -397,6 +401,10 @@ def test_flags_that_the_trainer_refuses_are_named_before_anything_starts(run: Ru
         Starter(Stack(options), run.said.append).run()
     assert run.said == ["trainer      reads its flags"]
     assert not (run.folder / "api.log").exists()
+    (run.folder / "file").write_text("")
+    unfit = replace(options, trainer_args=("--save-path", str(run.folder / "file" / "below")))
+    with pytest.raises(LauncherError, match=r"--save-path: cannot write .*; change --save-path"):
+        Starter(Stack(unfit), run.said.append).refuse_flags()
     fits = Starter(Stack(replace(options, trainer_args=("--kl-coef", "0.1"))), run.said.append)
     fits.refuse_flags()
 

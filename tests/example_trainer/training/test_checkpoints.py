@@ -319,7 +319,7 @@ except Exception as error:
         f"CheckpointError could not write checkpoint {tmp_path / 'out' / 'step_2'}: "
     )
     assert "File too large" in done.stdout
-    assert "step_1 is untouched; make room or change --save-path" in done.stdout
+    assert "step_1 is untouched; make room there, or change --save-path" in done.stdout
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["step_1"]
     assert (
         sorted(

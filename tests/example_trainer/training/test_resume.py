@@ -21,9 +21,11 @@ from example_trainer.training.runs import (
     choose_start,
     mark_run,
     marked_run,
+    require_save_path,
     same_model,
     steps_in,
 )
+from tests.full_disks import FullDisk
 
 MODEL = "someone/a-model"
 
@@ -218,9 +220,24 @@ def test_a_run_is_marked_in_a_folder_that_is_made_for_it(tmp_path: Path) -> None
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        CheckpointError, match=r"cannot write .*run\.json: .*; make room or change --save-path"
+        CheckpointError, match=r"cannot write .*run\.json: File exists; change --save-path"
     ):
         mark_run(Run("a", MODEL, (TrainerSession(1, 0),)), tmp_path / "file")
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "link/below", "/proc/none/below"])
+def test_a_folder_that_can_never_be_written_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"^--save-path: cannot write [^;]*; change --save-path$"):
+        require_save_path(tmp_path / place)
+
+
+def test_a_folder_is_tried_without_a_trace(full_disk: FullDisk) -> None:
+    require_save_path(full_disk.path / "runs" / "first")
+    assert not list(full_disk.path.iterdir())
+    with full_disk.full(), pytest.raises(ConfigError, match=r"; make room there, or change"):
+        require_save_path(full_disk.path / "runs")
 
 
 def test_adapters_have_a_run_of_their_own(tmp_path: Path) -> None:
