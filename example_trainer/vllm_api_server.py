@@ -77,15 +77,21 @@ MULTICAST_OFF = {
 """Variables that switch NVLink multicast off in NCCL, PyTorch and NVSHMEM."""
 
 
-def check_model(model: str) -> None:
+def check_model(model: str, reads_weights: bool = True) -> None:
     """End with one line if `model` is neither a folder with a checkpoint nor a model that the Hub
     or its cache knows.
+
+    Args:
+        reads_weights: vLLM will read the folder's weight files, so damaged ones are refused too.
     """
     if Path(model).is_dir():
         if not (Path(model) / "config.json").is_file():
             fail(
                 f"--model {model}: the folder has no config.json; give the folder of a Hugging Face checkpoint"
             )
+        for file in sorted(Path(model).glob("*.safetensors")) if reads_weights else ():
+            if damage := damage_of(file):
+                fail(f"--model {model}: {file.name} {damage}: download or copy the file again")
         return
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         fail(
@@ -101,6 +107,28 @@ def check_model(model: str) -> None:
         fail(
             f"--model {model}: no such folder here, and the Hugging Face Hub does not give it ({reason})"
         )
+
+
+def damage_of(file: Path) -> str:
+    """Return why a safetensors file cannot be whole, by its header and its size; empty if it can."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 + length:
+                return f"is cut: it ends after {size:,} bytes, within its header"
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return "is damaged: its header is not one of safetensors"
+    if size == 8 + length + end:
+        return ""
+    return (
+        f"is cut or damaged: it has {size:,} bytes, and its header describes {8 + length + end:,}"
+    )
 
 
 def config_file(model: str) -> Path:
@@ -469,7 +497,7 @@ def main(arguments: list[str] | None = None) -> None:
     from vllm_patching.server.access import make_door
 
     args = parse_arguments(arguments)
-    check_model(args.model)
+    check_model(args.model, reads_weights=args.load_format != "dummy")
     check_port(args.host, args.port)
     listen_alone(args.port)
     end_forked_with_parent()

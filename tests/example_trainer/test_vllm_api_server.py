@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from example_trainer.vllm_api_server import (
     MULTICAST_OFF,
     _cpu_defaults,
     avoid_multicast,
+    check_model,
     keep_experts_plain,
 )
 from tests.forked_commands import run_command
@@ -65,6 +68,8 @@ EXPECTED = {
     "by path": "--model /no/such/model: no such folder",
     "no such folder": "--model /no/such/model: no such folder",
     "no checkpoint": "the folder has no config.json",
+    "cut weights": "model.safetensors is cut or damaged: it has ",
+    "cut header": "model.safetensors is cut: it ends after 20 bytes, within its header: download",
     "unknown id": "--model nobody/nothing: no such folder here, and the Hugging Face Hub",
     "unknown flag": "unknown flag --tensor-parallel-sise; did you mean --tensor-parallel-size?",
     "port in use": "cannot listen on port ",
@@ -122,6 +127,14 @@ def answers(
     (model / "config.json").write_text('{"model_type": "qwen3"}')
     lines = command_lines(["--model", str(model), "--port", str(free_port())])
     lines["no checkpoint"] = ["--model", str(empty)]
+    for case, kept in (("cut weights", -1), ("cut header", 20)):
+        folder = tmp_path_factory.mktemp("cut")
+        (folder / "config.json").write_text('{"model_type": "qwen3"}')
+        weights = save({"one": torch.zeros(8)})
+        (folder / "model.safetensors").write_bytes(weights)
+        check_model(str(folder))  # the whole file is accepted
+        (folder / "model.safetensors").write_bytes(weights[:kept])
+        lines[case] = ["--model", str(folder)]
     mixture = tmp_path_factory.mktemp("mixture")
     (mixture / "config.json").write_text(json.dumps(config_of("Qwen3Moe", 2, 8, 6, 4, 2, 2, 10)))
     tier_2 = tmp_path_factory.mktemp("tier_2")
