@@ -163,7 +163,8 @@ class BaseEnv(ABC):
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Measure the model.
 
-        Runs every `steps_per_eval` trainer steps, and for the `evaluate` command.
+        Runs every `steps_per_eval` trainer steps, and for the `evaluate` command, which fails if
+        this returns an empty dict.
         """
 
     async def collect_trajectory(self, item: Item) -> tuple[Any, list[Item]]:
@@ -335,7 +336,7 @@ class BaseEnv(ABC):
         `data_path_to_save_groups`.
 
         Raises:
-            EnvironmentFailure: too many items in a row failed.
+            EnvironmentFailure: too many items in a row failed, or no group was made.
         """
         await self._runner.process()
 

@@ -428,6 +428,12 @@ class Runner:
             with LoopWatch(STANDSTILL_SECONDS):
                 await self.make_groups()
             await self.author.wandb_log({})
+            if not self.state.curr_step:
+                raise EnvironmentFailure(
+                    f"no group of {self.state.config.total_steps} was made ({self.state.drops} "
+                    "dropped): see the lines above, and what get_next_item of "
+                    f"{type(self.author).__name__} returns"
+                )
         finally:
             await self.connections.close()
             self.reports.close()
@@ -487,7 +493,12 @@ class Runner:
             await self.connections.wait_for_inference()
             self.reports.start_wandb(self.state.wandb_project, self.state.wandb_group)
             with LoopWatch(STANDSTILL_SECONDS):
-                await self.author.evaluate()
+                result = await self.author.evaluate()
+            if result == {}:
+                raise EnvironmentFailure(
+                    f"evaluate of {type(self.author).__name__} returned no metrics, so nothing was "
+                    "measured: give it problems, for instance by eval_problems"
+                )
         finally:
             await self.connections.close()
             self.reports.close()

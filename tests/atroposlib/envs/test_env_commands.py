@@ -136,7 +136,32 @@ def test_a_mistake_in_an_evaluation_is_one_line(
     ends_with_a_line(stack, tmp_path, method, line, *flags)
 
 
-def ends_with_a_line(stack: Stack, folder: Path, method: str, line: str, *arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "method", "line"),
+    [
+        (
+            "evaluate",
+            "def eval_problems(self): return []",
+            "evaluate of Mine returned no metrics, so nothing was measured",
+        ),
+        (
+            "process",
+            "async def get_next_item(self): return None",
+            "no group of 8 was made (none dropped): see the lines above",
+        ),
+    ],
+)
+def test_a_command_that_has_nothing_to_do_fails(
+    stack: Stack, shared_inference: str, tmp_path: Path, command: str, method: str, line: str
+) -> None:
+    stack.use_inference(shared_inference)
+    flags = (command, "--env.data_path_to_save_groups", str(tmp_path / "groups.jsonl"))
+    ends_with_a_line(stack, tmp_path, method, line, *flags, status=1)
+
+
+def ends_with_a_line(
+    stack: Stack, folder: Path, method: str, line: str, *arguments: str, status: int = 2
+) -> None:
     """Run a command of an environment that has this method, and expect this error."""
     script = folder / "mine_server.py"
     script.write_text(
@@ -147,7 +172,7 @@ def ends_with_a_line(stack: Stack, folder: Path, method: str, line: str, *argume
     command = stack.start_environment(script, *arguments)
     wait_until("the command's end", lambda: None if command.poll() is not None else "it runs", 120)
     log = command.log_path.read_text()
-    assert command.poll() == 2
+    assert command.poll() == status
     assert f"error: {line}" in log
     assert "Traceback" not in log
 
