@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match
 
 from atroposlib.service import routes
 from atroposlib.service.fleet import FleetFullError, TooManyPublishersError, UnknownServerError
@@ -71,7 +71,7 @@ def make_app(
         version="0.1.0",
         lifespan=lifespan,
         responses=routes.REFUSALS,
-        exception_handlers=dict.fromkeys(REFUSALS, refuse),
+        exception_handlers={**dict.fromkeys(REFUSALS, refuse), 405: refuse_method},
     )
     service.require_key(limits.access.api_key is not None)
     app.add_middleware(RequestLimitsMiddleware, limits=limits, answered=service.metrics.answered)
@@ -105,6 +105,15 @@ REFUSALS: dict[type[Exception], tuple[int, dict[str, str]]] = {
     InvalidRequestError: (422, {}),
 }
 """Error of the layers below -> status of the answer, and its headers."""
+
+
+async def refuse_method(request: Request, _: Exception) -> Response:
+    """Answer that the path has other methods, and name those of all its routes."""
+    methods: set[str] = set()
+    for route in request.app.router.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return routes.refuse(405, "Method Not Allowed", {"Allow": ", ".join(sorted(methods))})
 
 
 async def refuse(_: Request, error: Exception) -> Response:

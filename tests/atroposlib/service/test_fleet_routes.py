@@ -137,6 +137,14 @@ def test_tables_of_several_publishers_stand_side_by_side_while_they_are_fresh() 
     assert table.updated("", [row(4, 1)], 104.0, 0.0).urls() == ["http://h:1", "http://h:4"]
 
 
+def test_a_refused_method_is_answered_with_all_that_the_path_has(service: Service) -> None:
+    for path, methods in (("/fleet", "GET, POST"), ("/fleet/join", "POST"), ("/stats", "GET")):
+        refused = service.http.request("DELETE", path)
+        assert refused.status_code == 405
+        assert refused.headers["Allow"] == methods
+        assert refused.json() == {"detail": "Method Not Allowed"}
+
+
 def test_the_trainers_table_is_told_and_forgotten(service: Service) -> None:
     assert service.get("/fleet") == {
         "servers": [],
