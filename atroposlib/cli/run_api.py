@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from atroposlib.command_line import (
     AtLeastOne,
@@ -31,6 +31,7 @@ from atroposlib.dashboard.live.monitor import LiveSource, Place, observed_folder
 from atroposlib.dashboard.live.servers import ServerWatch
 from atroposlib.dashboard.rollouts.archive import MAX_BYTES
 from atroposlib.dashboard.rollouts.recorder import RolloutRecorder
+from atroposlib.dashboard.rollouts.text import TOKENIZER
 from atroposlib.dashboard.run_folders.runs import LIVE
 from atroposlib.service.app import make_app
 from atroposlib.service.records import Limits
@@ -150,6 +151,24 @@ class ApiOptions(BaseModel):
         default=False,
         description="taken as the public command takes it, and ignored: start it again",
     )
+
+    @field_validator("run_folder")
+    @classmethod
+    def _can_be_a_folder(cls, value: Path | None) -> Path | None:
+        for part in () if value is None else (value, *value.parents):
+            if os.path.exists(part) and not os.path.isdir(part):
+                raise ValueError(f"{part} is a file; give the folder of the run")
+        return value
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _has_a_tokenizer(cls, value: str | None) -> str | None:
+        is_path = value is not None and (value[:1] in ("/", ".", "~") or value.count("/") > 1)
+        if is_path and not os.path.isfile(Path(str(value)).expanduser() / TOKENIZER):
+            raise ValueError(
+                f"there is no {value}/{TOKENIZER}; give a folder that has one, or a model's name"
+            )
+        return value
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> ApiOptions:

@@ -50,6 +50,9 @@ def test_a_port_in_use_is_one_clear_line() -> None:
         (["--request-timeout", "-1"], "'-1': input should be greater than 0"),
         (["--host", "no.such.host.invalid", "--port", "0"], "cannot be resolved"),
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1"),
+        (["--run-folder", "/etc/passwd"], "/etc/passwd is a file; give the folder of the run"),
+        (["--run-folder", "/etc/passwd/below"], "/etc/passwd is a file; give the folder of the"),
+        (["--tokenizer", "/nope"], "there is no /nope/tokenizer.json; give a folder that has one"),
         (["--store", "/nowhere/at/all.db", "--port", "0"], "the folder /nowhere/at does not exist"),
     ],
 )
