@@ -108,7 +108,7 @@ REFUSALS: dict[type[Exception], tuple[int, dict[str, str]]] = {
 
 
 async def refuse_method(request: Request, _: Exception) -> Response:
-    """Answer that the path has other methods, and name those of all its routes."""
+    """Answer that the path has other methods, and name the methods of all its routes."""
     methods: set[str] = set()
     for route in request.app.router.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

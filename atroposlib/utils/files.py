@@ -111,8 +111,7 @@ def _free(path: Path, error: OSError) -> str:
 
 
 def remedy(error: BaseException, other: str) -> str:
-    """Return the advice that fits an error of writing: a full disk needs room, a path that cannot
-    be a file or a folder does not.
+    """Return the advice that fits an error of writing. Only a full disk needs room.
 
     Args:
         other: the advice that always helps, such as `change --save-path`.
