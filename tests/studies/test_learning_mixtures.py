@@ -31,7 +31,7 @@ def test_flags_that_simple_rl_does_not_take_are_named() -> None:
     made_up = Variant("x", "y", "z", ("--no-such-flag",))
     reason = unknown_flags(made_up)
     assert reason is not None
-    assert reason.endswith("unrecognized arguments: --no-such-flag")
+    assert "unrecognized arguments: --no-such-flag" in reason
 
 
 def test_a_try_makes_a_mixture_and_keeps_what_was_trained(
