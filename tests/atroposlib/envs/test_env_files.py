@@ -162,7 +162,7 @@ def test_half_a_character_or_a_huge_integer_costs_neither_samples_nor_the_file_b
     write_json_lines(path, [{"answer": "\ud800x", "\udc00": 10**400}, {"answer": "whole"}])
     rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
     assert rows == [{"answer": "\\ud800x", "\\udc00": hex(10**400)}, {"answer": "whole"}]
-    with pytest.raises(UsageError, match="samples.jsonl: Unwritable cannot be written as JSON"):
+    with pytest.raises(UsageError, match=r"samples\.jsonl: Unwritable cannot be written as JSON"):
         write_json_lines(path, [{"answer": "after"}, {"answer": Unwritable()}])
     assert [orjson.loads(line) for line in path.read_bytes().splitlines()] == rows
     write_json(tmp_path / "new" / "metrics.json", {"accuracy": 0.5, "error": "\ud800"})
