@@ -39,7 +39,7 @@ from atroposlib.inference.server_manager import (
     ServerBaseline,
     ServerManagerConfig,
 )
-from atroposlib.utils.files import cannot_write, disk_refusal
+from atroposlib.utils.files import cannot_write, disk_refusal, remedy, require_writable
 from atroposlib.utils.jsonl import replace_file
 from atroposlib.utils.log_lines import LogLines
 from atroposlib.utils.yaml_files import YamlError, load_yaml, read_yaml
@@ -562,11 +562,10 @@ def check_outputs(config: Any) -> None:
         if path.exists() and not path.is_file():  # a device or a pipe
             continue
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            require_writable(path.parent)
         except OSError as error:
-            raise UsageError(f"{flag}: {cannot_write(path, error)}; name another path") from error
-        if not os.access(path.parent, os.W_OK):
-            raise UsageError(f"{flag}: {path.parent} cannot be written; name another path")
+            advice = remedy(error, "name another path")
+            raise UsageError(f"{flag}: {cannot_write(path, error)}; {advice}") from error
 
 
 def write_evaluate_config(folder: Path, settings: Settings) -> None:
