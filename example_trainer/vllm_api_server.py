@@ -210,7 +210,8 @@ def prepare_environment(args: argparse.Namespace, shared: bool) -> None:
         # Seen to end in illegal memory accesses on virtual machines; NCCL's own all-reduce is used
         # instead.
         os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
-    avoid_multicast(args)
+    if not args.deterministic:  # that mode has no fused sums
+        avoid_multicast(args)
 
 
 def keep_experts_plain(args: argparse.Namespace) -> None:

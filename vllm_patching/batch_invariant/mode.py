@@ -15,8 +15,8 @@ from vllm_patching.batch_invariant.provenance import provenance_difference
 from vllm_patching.batch_invariant.settings import ENVIRONMENT
 from vllm_patching.compat.batch_invariant import (
     enabled_passes,
-    gather_without_sums,
     graphs_without_compilation,
+    keep_ordered_sums,
     pin_flash_attention,
 )
 from vllm_patching.compat.requests import check_requests
@@ -105,7 +105,7 @@ def prepare_server(args: argparse.Namespace, shared: bool) -> None:
         )
     refuse_flags(args)
     _set_flags(args)
-    gather_without_sums(args)
+    keep_ordered_sums(args)
     os.environ.update(ENVIRONMENT)
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"

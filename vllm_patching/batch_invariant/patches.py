@@ -6,7 +6,7 @@ built, in the worker.
     linear layers, output head: Triton                 cuBLASLt without split-K
     logprobs: one block per row, or (V2) over bf16     chunks over the whole GPU
     softmax of the sampler: torch's sum, by row count  exp(log_softmax)
-    all-reduce over tensor-parallel ranks: NCCL        gather, then add in the ranks' order
+    all-reduce over tensor-parallel ranks              in the ranks' order, see sum_over_ranks
     router and experts: Triton, tiles by row count     sorted rows, grouped product, slots in order
 
 RoPE, silu_and_mul and attention stay vLLM's, and the trainer calls those.
@@ -25,6 +25,7 @@ from vllm_patching.compat.batch_invariant import (
     gather_parts,
     keep_nccl_variables,
     replace_batch_invariant,
+    sum_in_one_kernel,
 )
 from vllm_patching.compat.experts import replace_experts
 
@@ -52,9 +53,14 @@ def patch_experts() -> list[str]:
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
     """Add x [..., width] of all tensor-parallel ranks in the order of the ranks; see SumPlan.
 
-    Nothing here waits for the GPU or keeps state, so a CUDA graph can hold it.
+    vLLM's one-stage all-reduce does so in one kernel. GPUs that do not see each other's memory lack
+    it. Their parts are gathered and then added, with the same bits, which the self-test compares.
+    Nothing here waits for the GPU, so a CUDA graph can hold it.
     """
-    parts = gather_parts(x.reshape(-1, x.shape[-1]))
+    flat = x.reshape(-1, x.shape[-1])
+    if (total := sum_in_one_kernel(flat)) is not None:
+        return total.view(x.shape)
+    parts = gather_parts(flat)
     if len(parts) == 1:  # vLLM 0.26 sums the embedding over one rank too
         return x
     return ops.add_parts(parts).view(x.shape)

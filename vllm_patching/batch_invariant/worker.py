@@ -10,7 +10,7 @@ from vllm_patching.batch_invariant.patches import apply_patches, patch_experts
 from vllm_patching.batch_invariant.plan import SumPlan
 from vllm_patching.batch_invariant.provenance import provenance
 from vllm_patching.batch_invariant.self_test import self_test
-from vllm_patching.compat.batch_invariant import tensor_ranks
+from vllm_patching.compat.batch_invariant import sums_in_one_kernel, tensor_ranks
 from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol import messages
 from vllm_patching.worker.extension import LockstepWorkerExtension
@@ -34,6 +34,11 @@ class DeterministicWorker:
         """
         model = self.get_model()  # type: ignore[attr-defined]
         ranks = tensor_ranks()
+        if ranks > 1:
+            how = (
+                "by vLLM's one-stage all-reduce" if sums_in_one_kernel() else "gathered, then added"
+            )
+            logger.info("[Deterministic] sums over %d ranks: %s", ranks, how)
         report = self_test(model, ranks)
         return {"provenance": provenance(SumPlan(ranks)), **report}
 

@@ -69,8 +69,8 @@ def keep_nccl_variables(kept: Callable[[Callable[[], Any]], Any]) -> None:
     """Have vLLM's mode leave NCCL's variables as the user set them; call before a worker sets up
     its device.
 
-    The mode pins them so that an all-reduce sums in one order. Deterministic mode has no
-    all-reduce. With one channel, gathering would be slow. NCCL keeps the pinned protocol in every
+    The mode pins them so that NCCL's all-reduce sums in one order. Deterministic mode does not call
+    it. With one channel, gathering would be slow. NCCL keeps the pinned protocol in every
     group of the process, so the bridge's other side would wait for ever.
 
     Args:
@@ -104,18 +104,47 @@ def gather_parts(x: Any) -> Any:
     return _parallel_state().get_tp_group().all_gather(x.unsqueeze(0), dim=0)
 
 
+def sum_in_one_kernel(x: Any) -> Any | None:
+    """Return the sum of x [...] over the tensor-parallel ranks by vLLM's one-stage all-reduce.
+
+    Each rank's kernel reads the parts of all ranks from their GPUs, adds them in float32 in the
+    order of the ranks, and rounds once. A CUDA graph can hold it.
+
+    Returns:
+        None where vLLM has no such kernel for these GPUs or this tensor.
+    """
+    reducer = _one_stage_reducer()
+    return None if reducer is None else reducer.custom_all_reduce(x)
+
+
+def sums_in_one_kernel() -> bool:
+    """Report if the ranks of this server have vLLM's one-stage all-reduce, in a worker."""
+    reducer = _one_stage_reducer()
+    return reducer is not None and not reducer.disabled
+
+
+def _one_stage_reducer() -> Any | None:
+    """vLLM's custom all-reduce of the tensor-parallel ranks, if its mode pins it to one stage."""
+    group = _parallel_state().get_tp_group()
+    reducer = getattr(group.device_communicator, "ca_comm", None)
+    return reducer if getattr(reducer, "batch_invariant", False) else None
+
+
 def _parallel_state() -> Any:
     return importlib.import_module("vllm.distributed.parallel_state")
 
 
-def gather_without_sums(args: Any) -> None:
-    """Switch vLLM's own sums over ranks off, in place: flags and environment of a server that
-    gathers and adds.
+def keep_ordered_sums(args: Any) -> None:
+    """Switch off vLLM's sums over ranks whose order is not the ranks', in place: flags and
+    environment of a server.
 
-    Custom all-reduce and symmetric memory allocate memory that ranks share, through multicast
-    where the GPUs have it.
+    Custom all-reduce stays where vLLM's mode pins it to one stage: 0.26 does not. The others go
+    through NVLink multicast, or sum in parts.
     """
-    args.disable_custom_all_reduce = True
+    place = "vllm.distributed.device_communicators.custom_all_reduce"
+    reducer = seam(importlib.import_module(place), "CustomAllreduce")
+    if not hasattr(reducer, "batch_invariant"):
+        args.disable_custom_all_reduce = True
     for name in _SUMMING_VARIABLES:
         os.environ[name] = "0"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from types import ModuleType, SimpleNamespace
@@ -21,6 +22,7 @@ from vllm_patching.batch_invariant.mode import (
     prepare_server,
     refuse_flags,
 )
+from vllm_patching.batch_invariant.patches import sum_over_ranks
 from vllm_patching.batch_invariant.plan import SumPlan
 from vllm_patching.batch_invariant.provenance import (
     OPERATIONS,
@@ -37,7 +39,11 @@ from vllm_patching.batch_invariant.settings import (
     restore_nccl,
     settings,
 )
-from vllm_patching.compat.batch_invariant import start_batch_invariance
+from vllm_patching.compat.batch_invariant import (
+    keep_ordered_sums,
+    start_batch_invariance,
+    sums_in_one_kernel,
+)
 
 
 @pytest.mark.parametrize("takes_backend", [False, True])
@@ -203,6 +209,8 @@ def test_the_self_test_decides_on_every_gpu_since_ampere(
 ) -> None:
     for name in (*ENVIRONMENT, "VLLM_BATCH_INVARIANT", "VLLM_USE_FLASHINFER_SAMPLER"):
         monkeypatch.setenv(name, "")
+    # Its import asks the real platform for kernels.
+    importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
     monkeypatch.setattr("vllm.platforms.current_platform", Platform(*gpu))
     summing = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_USE_NCCL_SYMM_MEM")
     for name in (*summing, "VLLM_ALLREDUCE_USE_FLASHINFER"):
@@ -212,11 +220,65 @@ def test_the_self_test_decides_on_every_gpu_since_ampere(
     prepare_server(args, shared=True)
     assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
     assert args.worker_extension_cls == SHARED_WORKER
-    assert args.disable_custom_all_reduce
+    assert not hasattr(args, "disable_custom_all_reduce"), "vLLM's mode pins its order"
     assert [os.environ[name] for name in summing] == ["0", "0"]
     assert args.attention_config.flash_attn_version == version, "Hopper's own choice is 3 already"
     assert ("on Some GPU the self-test decides" in caplog.text) is (version is not None)
     assert flash_attention_version(gpu[0]) == (version or 3)
+
+
+def test_an_all_reduce_whose_order_is_not_pinned_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM 0.26, whose class does not name the mode."""
+    from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+
+    for name in ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_USE_NCCL_SYMM_MEM"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "1")
+    asked = flags(disable_custom_all_reduce=True)
+    keep_ordered_sums(asked)
+    assert asked.disable_custom_all_reduce, "the user's own flag stays"
+    monkeypatch.delattr(CustomAllreduce, "batch_invariant")
+    args = flags(disable_custom_all_reduce=False)
+    keep_ordered_sums(args)
+    assert args.disable_custom_all_reduce
+
+
+class Ranks:
+    """vLLM's group of two ranks, which have the same part. Its one-stage all-reduce needs a GPU."""
+
+    def __init__(self, reducer: object) -> None:
+        self.device_communicator = SimpleNamespace(ca_comm=reducer)
+
+    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat([part, part], dim)
+
+
+def reducer(takes: bool = True, **changed: Any) -> SimpleNamespace:
+    """Return a stand-in for vLLM's all-reduce that adds 100, to be seen."""
+    given = {"batch_invariant": True, "disabled": not takes, **changed}
+    return SimpleNamespace(custom_all_reduce=lambda x: 2 * x + 100 if takes else None, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "in_one_kernel"),
+    [
+        (reducer(), True),
+        (reducer(takes=False), False),
+        (reducer(batch_invariant=False), False),
+        (None, False),
+    ],
+    ids=["one stage", "disabled between these GPUs", "order not pinned", "none"],
+)
+def test_parts_are_gathered_where_no_kernel_sums_them_in_order(
+    given: object, in_one_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = SimpleNamespace(get_tp_group=lambda: Ranks(given))
+    monkeypatch.setattr("vllm_patching.compat.batch_invariant._parallel_state", lambda: state)
+    part = torch.arange(24.0).view(2, 3, 4)
+    assert sums_in_one_kernel() is in_one_kernel
+    total = sum_over_ranks(part)
+    assert total.shape == part.shape
+    assert torch.equal(total, 2 * part + 100 * in_one_kernel)
 
 
 @pytest.mark.parametrize(
