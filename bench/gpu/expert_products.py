@@ -45,16 +45,21 @@ TINY_TOKENS = (3, 9)
 
 def blocks() -> list[Any]:
     """Return the blocks of a product, first the ones that are taken."""
-    from vllm_patching.batch_invariant.expert_kernels import MIDDLE, NARROW, ProductBlocks
+    from vllm_patching.batch_invariant.expert_kernels import (
+        MIDDLE,
+        NARROW,
+        WIDE,
+        ProductBlocks,
+    )
 
     return [
         NARROW,
         MIDDLE,
+        WIDE,
         ProductBlocks(16, 64, 128),
         ProductBlocks(32, 64, 128),
         ProductBlocks(16, 128, 128, stages=3),
         ProductBlocks(32, 128, 128, stages=3),
-        ProductBlocks(64, 128, 64),
         ProductBlocks(16, 128, 64, warps=8, stages=5),
         ProductBlocks(16, 64, 256, stages=3),
     ]

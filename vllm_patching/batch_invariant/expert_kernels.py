@@ -46,10 +46,10 @@ class ProductBlocks:
         return f"{sizes}, {self.warps} warps, {self.stages} stages"
 
 
-NARROW, MIDDLE = ProductBlocks(), ProductBlocks(rows=32)
-NARROW_ROWS, MOST_ROWS = 8, 32
-"""Rows of an expert, on average: above the first MIDDLE is taken, above the second PyTorch's grouped
-product."""
+NARROW, MIDDLE, WIDE = ProductBlocks(), ProductBlocks(rows=32), ProductBlocks(rows=64)
+NARROW_ROWS, MIDDLE_ROWS, MOST_ROWS = 8, 16, 32
+"""Rows of an expert, on average: up to the first NARROW is taken, then MIDDLE, then WIDE, and above
+the third PyTorch's grouped product."""
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -166,7 +166,8 @@ def few_rows(
     rows = len(x if tokens is None else tokens)
     experts, width, depth = weight.shape
     if blocks is None:
-        blocks = NARROW if rows <= NARROW_ROWS * experts else MIDDLE
+        average = rows / experts
+        blocks = NARROW if average <= NARROW_ROWS else MIDDLE if average <= MIDDLE_ROWS else WIDE
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if not rows:
         return out
