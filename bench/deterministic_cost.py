@@ -9,10 +9,10 @@ ours; and the trainer's step.
     python bench/deterministic_cost.py --output DIR --parts rollout --modes off --tiny --device cpu   vLLM as it comes, on a CPU
     python bench/deterministic_cost.py --output DIR --parts step --tiny --device cpu   that the script runs, without a GPU
 
-All engines are started together and measured one after the other, in three rounds, on the same GPU;
-then the GPU's kernels are timed. With --one-at-a-time the rounds of an engine follow each other.
-With --tp each engine splits its weights over several GPUs (not measured on GPUs yet). Prints tables
-and writes deterministic_cost_SHAPE.json. Ratios are mode on ÷ off: 1 costs nothing.
+All engines are started together and measured one after the other, in rounds (--rounds), on the same
+GPU; then the GPU's kernels are timed. With --one-at-a-time the rounds of an engine follow each other.
+With --tp each engine splits its weights over several GPUs. Prints tables and writes
+deterministic_cost_SHAPE.json. Ratios are mode on ÷ off: 1 costs nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ SHARED_CACHE_GIB = 20
 SEATS = 256
 PAGES_ROOM = 64
 """Tokens of the cache beside a sequence's own: its last page, and one for what is in flight."""
-ROUNDS = 3
 PROFILED = {"1 sequence": 64, "32 sequences": 48, "256 sequences": 32}
 """Load -> tokens of each sequence while the GPU's kernels are timed; after the measurements, which
 this would slow down."""
@@ -140,9 +139,8 @@ class Cost(Sitting):
             engine.stop()
 
     def _sample(self, ready: dict[str, Worker]) -> None:
-        for attempt in range(
-            ROUNDS + 1
-        ):  # the first one compiles what the engines have left until now
+        # Round 0 compiles what the engines have left until now.
+        for attempt in range(self.args.rounds + 1):
             for name, load in self.loads.items():
                 for mode, engine in ready.items():
                     options = {**load, "vocab": self.vocab, "seed": 1000 * attempt}
@@ -210,9 +208,8 @@ def speed(data: dict[str, Any], part: str, mode: str, name: str) -> float | None
     found = data.get(part, {}).get(mode, {}).get(name)
     if found is None:
         return None
-    rounds = (
-        [found] if part == "step" else [found.get(f"round {i}", {}) for i in range(1, ROUNDS + 1)]
-    )
+    counted = [found[name] for name in found if name.startswith("round ") and name != "round 0"]
+    rounds = [found] if part == "step" else counted
     speeds = [row["tokens_per_second"] for row in rounds if "tokens_per_second" in row]
     return round(statistics.median(speeds), 1) if speeds else None
 
@@ -288,6 +285,7 @@ OPTIONS: Options = {
     "--tp": {"type": int, "default": 1, "help": "GPUs that each vLLM engine is split over"},
     "--modes": {"nargs": "+", "choices": MODES, "default": list(MODES), "help": "of vLLM"},
     "--loads": {"nargs": "+", "choices": LOADS, "default": list(LOADS), "metavar": "LOAD"},
+    "--rounds": {"type": int, "default": 3, "help": "that count; their median is taken"},
     "--new-tokens": {
         "type": int,
         "default": 0,
