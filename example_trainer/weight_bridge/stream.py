@@ -817,8 +817,7 @@ class WeightStream:
         held = [(index, tensor) for index, (_, tensor) in enumerate(local) if tensor.numel()]
         bad: list[int] = []
         if held:
-            norm = torch.linalg.vector_norm
-            largest = torch.stack([norm(tensor, float("inf")) for _, tensor in held])
+            largest = torch.stack(torch._foreach_norm([tensor for _, tensor in held], float("inf")))
             finite = largest.to(self._served).isfinite().tolist()
             bad = [index for (index, _), fine in zip(held, finite, strict=True) if not fine]
         found = self._ranks.gather(bad[:1], "looking for NaN in the weights")
