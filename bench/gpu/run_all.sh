@@ -296,9 +296,9 @@ case $kind in
   33-sampling-tp2)
     # vLLM's modes are the GPU's; a CPU tries the script with the ordinary one, on one rank. FlashInfer's sums are compiled at the
     # first start, for two minutes.
-    layout=(--tp 2 --rounds 5 --loads "1 sequence" "32 sequences" "256 sequences")
+    layout=(--tp 2 --rounds 10 --loads "1 sequence" "32 sequences" "256 sequences")
     [[ -z ${DRY:-} ]] || layout=(--modes off)
-    run 540 deterministic_cost_tp2 bench/deterministic_cost.py --parts rollout "${layout[@]}" \
+    run 560 deterministic_cost_tp2 bench/deterministic_cost.py --parts rollout "${layout[@]}" \
       --name "deterministic_cost_tp2$version" ${tiny[@]+"${tiny[@]}"}
     ;;
   33-lengths) run 560 exact_lengths bench/gpu/exact_lengths.py --name "exact_lengths$version" ${tiny[@]+"${tiny[@]}"} ;;

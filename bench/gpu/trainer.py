@@ -122,6 +122,8 @@ class BenchTrainer:
         if self.drawn:
             self._draw(which, self._local())
             self.served_set = which
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # the drawing counts as the write, not as what follows it
             return
         if self.spare:
             if which != self.served_set:
