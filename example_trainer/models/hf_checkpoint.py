@@ -234,7 +234,12 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     files = _weight_files(folder)
     where: dict[str, Any] = {}
     for file in files:
-        handle = stack.enter_context(safe_open(file, framework="pt"))
+        try:
+            handle = stack.enter_context(safe_open(file, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"cannot read the weights in {file}: {error}; is the download complete?"
+            ) from error
         for name in handle.keys():  # noqa: SIM118 - a safetensors file is not a mapping
             where[name] = handle
     return where

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.utils.files import KeptLines, cannot_write, write_whole
+from atroposlib.utils.files import KeptLines, cannot_write, remedy, write_whole
 from atroposlib.utils.metrics import offline_mode
 from example_trainer.api_keys import without_secrets
 from example_trainer.batch.evaluations import Evaluation
@@ -262,7 +262,7 @@ class MetricsLog:
             reason = cannot_write(
                 folder / "metrics.jsonl", error, name=f"metrics to --log-dir {folder}"
             )
-            raise ConfigError(f"{reason}; make room there, or give another --log-dir") from error
+            raise ConfigError(f"{reason}; {remedy(error, 'give another --log-dir')}") from error
 
     def write(self, step: int, row: Row) -> None:
         """Write one row. Figures that are not known are None. Waits for no network, and for no disk

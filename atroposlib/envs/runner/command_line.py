@@ -515,6 +515,8 @@ def command_defaults(
 
 async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> None:
     """Construct the environment and run one command to its end."""
+    if command == "process":
+        check_groups(settings.env)
     check_outputs(settings.env)
     env = env_cls(
         config=settings.env,
@@ -545,6 +547,18 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
         finally:
             # Also when it is stopped, because a person may want to read the rollouts then too.
             say_where_groups_are(settings.env.data_path_to_save_groups, env)
+
+
+def check_groups(config: Any) -> None:
+    """Refuse to make no groups.
+
+    Raises:
+        UsageError: `total_steps` is below 1.
+    """
+    if (groups := config.total_steps) < 1:
+        raise UsageError(
+            f"--{ENV_NAMESPACE}.total_steps {groups}: `process` makes this many groups, give 1 or more"
+        )
 
 
 def check_outputs(config: Any) -> None:

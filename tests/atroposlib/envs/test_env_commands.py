@@ -199,6 +199,19 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
         assert started.log_path.read_text().startswith(line)  # no line about work is above it
 
 
+@pytest.mark.parametrize("groups", ["0", "-1"])
+def test_process_refuses_to_make_no_groups(
+    stack: Stack, shared_inference: str, groups: str
+) -> None:
+    stack.use_inference(shared_inference)
+    started = stack.start_environment(ARITHMETIC, "process", "--env.total_steps", groups)
+    with pytest.raises(ProcessDied, match="exited with code 2"):
+        started.wait(120)
+    assert started.log_path.read_text().startswith(
+        f"error: --env.total_steps {groups}: `process` makes this many groups, give 1 or more"
+    )
+
+
 def test_process_writes_groups_and_says_how_to_read_them(
     stack: Stack, shared_inference: str, tmp_path: Path
 ) -> None:

@@ -163,7 +163,8 @@ def test_wandb_without_a_login_is_kept_offline_with_one_line(
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigError, match=r"cannot write metrics to --log-dir .*file/logs: Not a directory"
+        ConfigError,
+        match=r"cannot write metrics to --log-dir .*file/logs: Not a directory; give another",
     ):
         MetricsLog(tmp_path / "file" / "logs", {})
 
