@@ -16,7 +16,7 @@ import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.ports import is_free
-from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.child_processes.processes import ManagedProcess, wait_until
 from example_trainer.launcher import roles
 from example_trainer.training.runs import marked_run, steps_in
 from tests.conftest import ROOT, Processes
@@ -101,9 +101,11 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     expect_version_3_to_be_served(processes, vllm, metrics_port, checkpoints)
     assert "Saved the weights of" in trainer.log_path.read_text()
 
-    # kill -9, and a trainer that goes on at once: it takes the server of the one before for what it
-    # is.
-    os.kill(trainer.command_pid(), signal.SIGKILL)
+    # kill -9. The next trainer begins once the ports are free. It takes the server of the one
+    # before for what it is.
+    killed = trainer.command_pid()
+    os.kill(killed, signal.SIGKILL)
+    wait_until("the trainer's end", lambda: "it still lives" if killed in parents() else None, 60)
     before, trainer = trainer, start_trainer("--resume", "auto", "--keep-optimizer-states", "all")
     processes.stop(before)
 
