@@ -87,7 +87,7 @@
 #
 # The kinds of 33 name the installed vLLM in the names of their results. So the same kind under two versions gives two files. DRY=1 tries
 # them with tiny shapes on the CPU.
-# Each other kind ends within nine minutes, checks within twenty. A machine's first server start is part of the first kind that is
+# Each other kind ends within ten minutes, checks within twenty. A machine's first server start is part of the first kind that is
 # run on it.
 # The kinds 2, 2-14b, compare and fleet-* also measure vLLM's own engine, which needs vLLM 0.26 (bench/gpu/vllm_engine_trainer.py).
 # LOCKSTEP_COMMIT names the commit that is measured, where there is no .git folder.
@@ -296,7 +296,7 @@ case $kind in
   33-sampling-tp2)
     # vLLM's modes are the GPU's; a CPU tries the script with the ordinary one, on one rank. FlashInfer's sums are compiled at the
     # first start, for two minutes.
-    layout=(--tp 2 --rounds 10 --loads "1 sequence" "32 sequences" "256 sequences")
+    layout=(--tp 2 --rounds 9 --loads "1 sequence" "32 sequences" "256 sequences")
     [[ -z ${DRY:-} ]] || layout=(--modes off)
     run 560 deterministic_cost_tp2 bench/deterministic_cost.py --parts rollout "${layout[@]}" \
       --name "deterministic_cost_tp2$version" ${tiny[@]+"${tiny[@]}"}

@@ -67,6 +67,13 @@ def wait_for_step(processes: Processes, folder: Path, step: int) -> None:
     processes.wait_until(f"step {step}", missing, 400)
 
 
+def kill_command(process: ManagedProcess) -> None:
+    """`kill -9` the command alone, and wait until its ports are free."""
+    pid = process.command_pid()
+    os.kill(pid, signal.SIGKILL)
+    wait_until("its end", lambda: "it still lives" if pid in parents() else None, 60)
+
+
 def post_groups(url: str, *numbers: int) -> None:
     for number in numbers:
         httpx.post(f"{url}/scored_data", json=made_up_group(number), timeout=60).raise_for_status()
@@ -103,9 +110,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
 
     # kill -9. The next trainer begins once the ports are free. It takes the server of the one
     # before for what it is.
-    killed = trainer.command_pid()
-    os.kill(killed, signal.SIGKILL)
-    wait_until("the trainer's end", lambda: "it still lives" if killed in parents() else None, 60)
+    kill_command(trainer)
     before, trainer = trainer, start_trainer("--resume", "auto", "--keep-optimizer-states", "all")
     processes.stop(before)
 
