@@ -17,11 +17,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -68,6 +70,9 @@ def group(sequences: int = 2, length: int = 8) -> dict[str, Any]:
     }
 
 
+# The store measures its disk again once a second has passed. A slow machine's trip would be longer
+# than others.
+@patch("atroposlib.service.store.FRESH_SECONDS", math.inf)
 async def service_trips(folder: Path) -> dict[str, Trip]:
     """Trace one group posted and one batch handed out, in a service of this process with its store
     on disk.
@@ -75,9 +80,9 @@ async def service_trips(folder: Path) -> dict[str, Trip]:
     service = RolloutService(SqliteStore(folder / "traced.db"))
     app = make_app(service)
     post, fetch = Trip(), Trip()
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=SECONDS
-    ) as client:
+    transport = httpx.ASGITransport(app)
+    client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=SECONDS)
+    async with client:
         session = (await client.post("/register", json=TRAINER)).raise_for_status().json()
         (await client.get("/batch")).raise_for_status()
         registered = await client.post("/register-env", json=ENVIRONMENT)

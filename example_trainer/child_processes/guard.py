@@ -39,6 +39,8 @@ from example_trainer.child_processes.files import cannot_write, write_whole
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+NUM_THREADS = 15
+"""Place of num_threads behind the parent's id in /proc/PID/stat."""
 LEFTOVER_SECONDS = 3.0
 """Time between SIGTERM and SIGKILL for the processes that the command left behind."""
 KILL_SECONDS = 10.0
@@ -61,7 +63,11 @@ def prctl(option: int, value: int) -> None:
 
 
 def parents() -> dict[int, int]:
-    """The parent of every living process on this machine, by process id; zombies left out."""
+    """The parent of every living process on this machine, by process id; zombies left out.
+
+    A killed process is a zombie while its other threads still end. Until then it holds its ports
+    and memory, so it counts as living.
+    """
     parent_of: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -72,8 +78,8 @@ def parents() -> dict[int, int]:
             continue  # it ended while we were looking
         # The second field is the command's name in brackets and may itself hold spaces and
         # brackets.
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if state not in ("Z", "X"):
+        state, parent, *others = stat.rpartition(")")[2].split()
+        if state not in ("Z", "X") or int(others[NUM_THREADS]) > 1:
             parent_of[int(entry)] = int(parent)
     return parent_of
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
+from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import (
     ManagedProcess,
     ProcessDied,
@@ -97,6 +98,34 @@ def test_children_of_a_process_that_ended_are_swept_up_and_its_status_kept(tmp_p
     assert process.poll() == 3
     assert living(pids) == []
     process.release()
+
+
+# Ends its first thread. Another one keeps the process and its socket.
+HALF_ENDED = """
+import ctypes, platform, socket, threading, time
+taken = socket.create_server(("127.0.0.1", 0))
+threading.Thread(target=time.sleep, args=(600,)).start()
+print(taken.getsockname()[1], flush=True)
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # SYS_exit
+"""
+
+
+def test_a_process_lives_until_its_last_thread_has_ended() -> None:
+    """As a killed process does, whose first thread often ends before the others."""
+    process = subprocess.Popen([sys.executable, "-c", HALF_ENDED], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        stat = Path(f"/proc/{process.pid}/stat")
+        assert eventually(lambda: ") Z " in stat.read_text())
+        assert not is_free(port)
+        assert living([process.pid])
+        process.kill()
+        assert eventually(lambda: not living([process.pid]))
+        assert is_free(port)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 STARTER = """
