@@ -9,8 +9,9 @@ it sends.
   name (memfd). Another process opens it through /proc, and it ends with the last process that has
   it mapped. On a GPU it is opened through CUDA IPC. Gloo then carries a few bytes for each bucket:
   its place, and that it was taken.
-- To form a lane, each receiver announces itself at the sender's store, waits for the sender's word
-  that all have come, and connects.
+- To form lanes, a receiver announces itself in all of them at the sender's store. The senders give
+  their word once every receiver has come to every lane. Then the lanes are formed one after the
+  other, in the same order in every process.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from vllm_patching.protocol.manifest import ALIGNMENT
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError, gloo_group
 from vllm_patching.transport.rendezvous import (
+    KeyedStore,
     Meeting,
     connect_store,
     first_line,
@@ -154,7 +155,7 @@ def lane_places(
 
 
 class Lane(ABC):
-    """Made by `form_lane`."""
+    """Made by `form_lanes`."""
 
     needs_memory = True
     """True if `begin` wants memory of the receiver's to receive into."""
@@ -611,33 +612,30 @@ def _network() -> str:
     return os.readlink("/proc/thread-self/ns/net")
 
 
-def form_lane(
-    place: LanePlace,
+@dataclass(frozen=True)
+class _Arrival:
+    """A member that has come to a lane's store.
+
+    Attributes:
+        store: a connection of its own.
+        offered: the sender's memory, for a receiver that can read it.
+    """
+
+    place: LanePlace
+    store: KeyedStore
+    offered: OfferedMemory | None
+
+
+def _form_lane(
+    arrival: _Arrival,
     device: torch.device,
     timeout: float,
     seconds: float,
-    memory: SendMemory | None = None,
+    memory: SendMemory | None,
 ) -> Lane:
-    """Form a lane; blocks, also inside torch: call it through `in_time`.
-
-    A receiver announces itself, and waits for the sender's word. The sender gives it before (see
-    Cohort).
-
-    Args:
-        timeout: seconds for each later step.
-        seconds: for forming.
-        memory: that the sender sends from, and has offered.
-
-    Raises:
-        RendezvousError: the store cannot be reached, the sender refuses, or members did not come.
-    """
-    offered, who = None, place.name
-    if place.member == SENDER:
-        who = f"the sender of {place.name}"
-    store = connect_store(place.meeting, who, seconds)
-    if place.member != SENDER:
-        offered = _come(place, store, device, seconds)
-    near = [int(member) for member in store.get(place.word).decode().split()[1:]]
+    """Form a lane; blocks, also inside torch. See form_lanes."""
+    place, store, offered = arrival.place, arrival.store, arrival.offered
+    near = _await_word(place, store, seconds)
     far = [member for member in range(1, place.size) if member not in near]
     under = dist.PrefixStore(place.key, store)
     under.set_timeout(timedelta(seconds=seconds))
@@ -678,14 +676,16 @@ def _log_near(place: LanePlace, near: Sequence[int]) -> None:
     )  # fmt: skip
 
 
-def _come(
-    place: LanePlace, store: dist.Store, device: torch.device, seconds: float
-) -> OfferedMemory | None:
-    """Announce a receiver, and wait for the sender's word.
+def _come(place: LanePlace, device: torch.device, seconds: float) -> _Arrival:
+    """Connect to the sender's store; a receiver announces itself there.
 
-    Returns the sender's memory, if it is to be had here.
+    Raises:
+        RendezvousError: the store cannot be reached, or the sender does not come to it.
     """
-    offered = None
+    if place.member == SENDER:
+        store = connect_store(place.meeting, f"the sender of {place.name}", seconds)
+        return _Arrival(place, store, None)
+    store, offered = connect_store(place.meeting, place.name, seconds), None
     try:
         store.wait([place.offer], timedelta(seconds=seconds))
         offer = store.get(place.offer).decode()
@@ -698,17 +698,37 @@ def _come(
                 error,
             )
         store.set(place.here(place.member), FAR if offered is None else NEAR)
-        store.wait([place.word], timedelta(seconds=seconds))
     except (RuntimeError, dist.DistError) as error:
-        raise RendezvousError(
-            f"{place.name} waited {seconds:g} s at {place.meeting.host}:{place.meeting.port} for "
-            "the trainer's word that all "
-            f"{place.size - 1} receiver(s) have come ({first_line(error)})"
-        ) from error
-    word = store.get(place.word).decode()
+        raise _unanswered(place, seconds, "the trainer", error) from error
+    return _Arrival(place, store, offered)
+
+
+def _await_word(place: LanePlace, store: KeyedStore, seconds: float) -> list[int]:
+    """Return the receivers that read the sender's memory, by number.
+
+    The sender has given its word before; see Cohort.
+
+    Raises:
+        RendezvousError: the word does not come, or is not GO.
+    """
+    try:
+        store.wait([place.word], timedelta(seconds=seconds))
+        word = store.get(place.word).decode()
+    except (RuntimeError, dist.DistError) as error:
+        awaited = f"the trainer's word that all {place.size - 1} receiver(s) have come"
+        raise _unanswered(place, seconds, awaited, error) from error
     if word.split()[:1] != [GO]:
         raise RendezvousError(f"{place.name} is not formed: {word}")
-    return offered
+    return [int(member) for member in word.split()[1:]]
+
+
+def _unanswered(
+    place: LanePlace, seconds: float, awaited: str, error: Exception
+) -> RendezvousError:
+    return RendezvousError(
+        f"{place.name} waited {seconds:g} s at {place.meeting.host}:{place.meeting.port} for "
+        f"{awaited} ({first_line(error)})"
+    )
 
 
 def _gloo(
@@ -769,105 +789,99 @@ def form_lanes(
     what: str,
     memory: SendMemory | None = None,
 ) -> list[Lane]:
-    """Form a process's lanes within a deadline; see `form_lane` and `in_time`.
+    """Form a process's lanes within a deadline; see `in_time`.
 
-    NCCL's one after the other, in the order of cohorts and lanes that every process keeps. Two that
-    are formed at the same time on a GPU may each wait for the other's resources.
+    A receiver comes to all of them first: no sender gives its word before every receiver has come
+    to every lane. Then they are formed one after the other, in the order of cohorts and lanes that
+    every process keeps. Two lanes of NCCL that are formed at the same time on a GPU may each wait
+    for the other's resources.
+
+    Args:
+        timeout: seconds for each later step.
+        seconds: for forming.
+        memory: that the sender sends from, and has offered.
+
+    Raises:
+        RendezvousError: the store cannot be reached, the sender refuses, or members did not come.
+            None of the lanes is open then.
     """
-    works = [partial(form_lane, place, device, timeout, seconds, memory) for place in places]
-    return in_time(
-        works,
-        seconds + 1,
-        lost,
-        what,
-        one_by_one=any(place.route is Route.NCCL for place in places),
-    )
+
+    def form() -> Iterator[Lane]:
+        arrivals = [_come(place, device, seconds) for place in places]
+        for arrival in arrivals:
+            yield _form_lane(arrival, device, timeout, seconds, memory)
+
+    return in_time(form, seconds + 1, lost, what)
 
 
 def in_time(
-    works: Sequence[Callable[[], Lane]],
-    seconds: float,
-    lost: Callable[[], str],
-    what: str,
-    one_by_one: bool = False,
+    form: Callable[[], Iterator[Lane]], seconds: float, lost: Callable[[], str], what: str
 ) -> list[Lane]:
-    """Form lanes, each in a thread of its own, since torch's own waits have no end that can be
-    relied on.
+    """Form lanes in a thread, since torch's own waits have no end that can be relied on.
 
     A thread that is late is left behind; the lane that it may still form is closed at once.
-
-    Args:
-        one_by_one: all in one thread, in their order.
 
     Raises:
         RendezvousError: one failed, `lost` gave a reason, or they were not done in time; none is
             open then.
     """
-    forming = _Forming(works)
-    jobs: list[Callable[[], object]] = [partial(forming.form, index) for index in range(len(works))]
-    if one_by_one:
-        jobs = [forming.form_all]
-    for number, job in enumerate(jobs):
-        threading.Thread(target=job, name=f"bridge rendezvous {number}", daemon=True).start()
+    forming = _Forming(form)
+    threading.Thread(target=forming.run, name="bridge rendezvous", daemon=True).start()
     reason = forming.wait(seconds, lost)
-    lanes = [outcome for outcome in forming.outcomes if isinstance(outcome, Lane)]
     if reason:
-        close_lanes(lanes)
+        close_lanes(forming.lanes)
         raise RendezvousError(f"{what}: {reason}")
-    return lanes
+    return forming.lanes
 
 
 class _Forming:
-    """Lanes that threads form.
+    """Lanes that a thread forms.
 
     Attributes:
-        outcomes: the lane or the error of each; None while it is under way.
+        lanes: those formed so far.
     """
 
-    def __init__(self, works: Sequence[Callable[[], Lane]]) -> None:
-        self.outcomes: list[Lane | BaseException | None] = [None] * len(works)
-        self._works = works
+    def __init__(self, form: Callable[[], Iterator[Lane]]) -> None:
+        self.lanes: list[Lane] = []
+        self._form = form
         self._changed = threading.Condition()
-        self._given_up = False
+        self._ended = self._given_up = False
+        self._error = ""
 
-    def form(self, index: int) -> bool:
-        """Form one lane. Return whether the next one is to be formed."""
-        outcome: Lane | BaseException
+    def run(self) -> None:
+        """Form the lanes, up to the first error or until they are given up."""
+        error = ""
         try:
-            outcome = self._works[index]()
-        except Exception as error:  # noqa: BLE001 - handed to the thread that waits
-            outcome = error
+            for lane in self._form():
+                if not self._keep(lane):
+                    break
+        except Exception as failure:  # noqa: BLE001 - handed to the thread that waits
+            error = str(failure) or type(failure).__name__
         with self._changed:
-            self.outcomes[index] = outcome
-            late = self._given_up
+            self._ended, self._error = True, error
             self._changed.notify_all()
-        if late and isinstance(outcome, Lane):
-            logger.warning("[Bridge] %s was formed too late, and is closed", outcome.place.name)
-            outcome.close()
-        return not late and isinstance(outcome, Lane)
 
-    def form_all(self) -> None:
-        """Form the lanes in their order, up to the first error."""
-        for index in range(len(self._works)):
-            if not self.form(index):
-                return
+    def _keep(self, lane: Lane) -> bool:
+        """Return whether the next lane is to be formed."""
+        with self._changed:
+            if not self._given_up:
+                self.lanes.append(lane)
+                return True
+        logger.warning("[Bridge] %s was formed too late, and is closed", lane.place.name)
+        lane.close()
+        return False
 
     def wait(self, seconds: float, lost: Callable[[], str]) -> str:
         """Wait for all lanes. Return why they are given up; empty if all are formed."""
         deadline, asked, reason = time.monotonic() + seconds, time.monotonic(), ""
         with self._changed:
-            while not reason and None in self.outcomes:
+            while not reason and not self._ended:
                 self._changed.wait(_LOOK_SECONDS)
-                now, reason = time.monotonic(), self._error()
+                now, reason = time.monotonic(), self._error
                 if not reason and now > deadline:
                     reason = f"not done within {seconds:g} s"
                 elif not reason and now > asked + _ASK_SECONDS:
                     reason, asked = lost(), now
-            reason = reason or self._error()
+            reason = reason or self._error
             self._given_up = bool(reason)
         return reason
-
-    def _error(self) -> str:
-        """Return the first error."""
-        errors = (outcome for outcome in self.outcomes if isinstance(outcome, BaseException))
-        return str(next(errors, ""))

@@ -1,11 +1,12 @@
-"""Lanes are formed side by side or in order, within a deadline, and none stays open when one fails."""
+"""Lanes are formed in order, within a deadline, and none stays open when one fails."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,16 +15,20 @@ import torch
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError
 from vllm_patching.transport.lane import (
+    GO,
+    SENDER,
     GlooLane,
     Lane,
     LaneBroken,
     LanePlace,
     NcclLane,
     close_lanes,
+    form_lanes,
     in_time,
+    lane_places,
     nobody_lost,
 )
-from vllm_patching.transport.rendezvous import Meeting
+from vllm_patching.transport.rendezvous import Meeting, host_store
 
 
 class Still(Lane):
@@ -45,45 +50,72 @@ class Still(Lane):
         self.closed.set()
 
 
-def test_one_by_one_keeps_the_order_and_stops_at_the_first_that_fails() -> None:
+def test_lanes_keep_their_order_up_to_the_first_that_fails() -> None:
     lanes = [Still("a"), Still("b"), Still("c")]
     begun: list[str] = []
 
-    def work(lane: Still) -> Callable[[], Lane]:
-        def form() -> Lane:
+    def form() -> Iterator[Lane]:
+        for lane in lanes:
             begun.append(lane.place.name)
             if lane.place.name == "b" and fails:
                 raise RendezvousError("b has no members")
-            return lane
-
-        return form
+            yield lane
 
     fails = False
-    assert (
-        in_time([work(lane) for lane in lanes], 30, nobody_lost, "test", one_by_one=True) == lanes
-    )
+    assert in_time(form, 30, nobody_lost, "test") == lanes
     assert begun == ["a", "b", "c"]
     begun.clear()
     fails = True
     with pytest.raises(RendezvousError, match="test: b has no members"):
-        in_time([work(lane) for lane in lanes], 30, nobody_lost, "test", one_by_one=True)
+        in_time(form, 30, nobody_lost, "test")
     assert (begun, lanes[0].closed.is_set()) == (["a", "b"], True)
 
 
 def test_a_lane_that_is_formed_after_everyone_has_gone_is_closed() -> None:
     late, go = Still("late"), threading.Event()
 
-    def form() -> Lane:
+    def form() -> Iterator[Lane]:
         assert go.wait(30)
-        return late
+        yield late
 
     with pytest.raises(RendezvousError, match="test: the server has gone"):
-        in_time([form], 30, lambda: "the server has gone", "test")
+        in_time(form, 30, lambda: "the server has gone", "test")
     assert not late.closed.is_set()
     go.set()
     assert late.closed.wait(30)
+
+    def never() -> Iterator[Lane]:
+        go.clear()
+        go.wait(30)
+        return iter(())
+
     with pytest.raises(RendezvousError, match=r"not done within 0\.1 s"):
-        in_time([partial(threading.Event().wait, 30)], 0.1, nobody_lost, "test")  # type: ignore[list-item]
+        in_time(never, 0.1, nobody_lost, "test")
+
+
+def test_a_receiver_comes_to_all_lanes_before_it_waits_in_one() -> None:
+    """As in Cohort, no sender gives its word before the receiver has come to every lane."""
+    seconds, numbers = 30.0, range(3)
+    store = host_store(Meeting("localhost", 0, "s3cret"), seconds)
+    assert store.kept is not None
+    meeting = Meeting("localhost", store.kept.port, "s3cret")
+    senders = lane_places(meeting, "key", 0, numbers, SENDER, 1, Route.GLOO)
+    for place in senders:
+        store.set(place.offer, "")
+    own = lane_places(meeting, "key", 0, numbers, 1, 1, Route.GLOO)
+    cpu = torch.device("cpu")
+    with ThreadPoolExecutor() as pool:
+        receiver = pool.submit(form_lanes, own, cpu, seconds, seconds, nobody_lost, "the receiver")
+        store.wait([place.here(1) for place in senders], timedelta(seconds=seconds))
+        for place in senders:
+            store.set(place.word, GO)
+        sent = [
+            pool.submit(form_lanes, [place], cpu, seconds, seconds, nobody_lost, "a sender")
+            for place in senders
+        ]
+        formed = [*receiver.result(), *(lane for one in sent for lane in one.result())]
+    assert [lane.place for lane in formed] == [*own, *senders]
+    close_lanes(formed)
 
 
 class Step:

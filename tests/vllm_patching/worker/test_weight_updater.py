@@ -46,7 +46,7 @@ import math, sys, time, torch
 from tests.vllm_patching.worker.test_weight_updater import BUCKETS, LAYOUT, new_weights
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.lane import lane_places
-from vllm_patching.transport.lane import form_lane
+from vllm_patching.transport.lane import form_lanes
 from vllm_patching.transport.lane import GO, SENDER, nobody_lost
 from vllm_patching.transport.rendezvous import Meeting, host_store
 port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -57,7 +57,7 @@ store.set(place.offer, "")
 while not store.check([place.here(1)]):
     time.sleep(0.01)
 store.set(place.word, GO)
-lane = form_lane(place, torch.device("cpu"), 60, 60)
+[lane] = form_lanes([place], torch.device("cpu"), 60, 60, nobody_lost, "the sender")
 weights = [tensor for _, tensor in new_weights(spoil=behaviour == "nan")]
 sent = {"wait": 0, "half": len(BUCKETS) // 2}.get(behaviour, len(BUCKETS))
 for bucket in BUCKETS[:sent]:
