@@ -76,8 +76,8 @@
 #   4-moe, 4-moe-update   four: vLLM on one and a trainer over three by FSDP2, as many layers as fit. 50 deterministic steps, and
 #                         updates of all layers. MODEL names the folder for the random checkpoint, which is used again
 #   33-moe-model          one: makes MODEL, the mixture of 33-moe-learning
-#   33-moe-learning       any number: 18 trainings of 400 steps. Five at a time on each of four GPUs end in one call. The same again
-#                         goes on. LIMIT=1700 in the background, with JOBS=12, takes less GPU time
+#   33-moe-learning       any number: 18 trainings of 400 steps, 16 minutes on four GPUs with five at a time on each. So it runs in
+#                         the background. The same again goes on with what did not end within LIMIT seconds
 #   33-moe-replay         one: the starter model as a mixture, ordinary, with router replay, and deterministic
 #   33-moe-steps          one: 200 deterministic steps of it, twice, that must end in the same weights
 #   cpu                   a tiny model, to try the scripts
@@ -392,11 +392,11 @@ case $kind in
     ;;
   33-moe-learning)
     # As many at a time on each GPU as end in the limit; an earlier mixtures.json in ADD is gone on with.
-    study=(--model "${MODEL:-}" --steps 400 --jobs "${JOBS:-5}" --mps --cache-gib 1 --seconds "${LIMIT:-550}")
-    study+=(--run-timeout "${LIMIT:-550}" --start-seconds 80 --step-seconds 0.9 ${ADD:+--add-to "$ADD"})
+    study=(--model "${MODEL:-}" --steps 400 --jobs "${JOBS:-5}" --mps --cache-gib 1 --seconds "${LIMIT:-1000}")
+    study+=(--run-timeout "${LIMIT:-1000}" --start-seconds 190 --step-seconds 1.8 ${ADD:+--add-to "$ADD"})
     [[ -z ${DRY:-} ]] || study=(--device cpu --tiny)
     [[ -n ${DRY:-} || -n ${MODEL:-} ]] || { echo "run_all: MODEL names the folder of 33-moe-model" >&2; exit 2; }
-    run $((${LIMIT:-550} + 25)) moe_learning studies/learning/mixtures.py "${study[@]}"
+    run $((${LIMIT:-1000} + 25)) moe_learning studies/learning/mixtures.py "${study[@]}"
     ;;
   33-moe-sampling)
     # As in 33-sampling-tp2, a CPU tries the ordinary mode alone.

@@ -66,6 +66,7 @@ from bench.gpu.runs import Results, run_and_report
 from bench.gpu.summary import table
 from bench.gpu.training_stack import read_rows
 from bench.measured import Options, command_line, measured
+from example_trainer.child_processes.processes import ProcessDied
 from studies.learning.plan import (
     TINY,
     VARIANTS,
@@ -123,9 +124,9 @@ class Learning:
         self.environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.folders = args.output / "trainings"
         self._last_start = 0.0
-        stack.callback(self._stop_all)
         if args.mps:
             self.environment |= start_mps(work / "mps", stack)
+        stack.callback(self._stop_all)  # before MPS ends, which waits for its programs
 
     def refusal(self, variant: Variant) -> str | None:
         """Return the reason why a variant cannot be trained here; None if it can."""
@@ -391,7 +392,7 @@ class Learning:
 
     def _stop_all(self) -> None:
         for one in self.running:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, ProcessDied):
                 one.child.signal(signal.SIGTERM)
         for one in self.running:
             one.child.stop()

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.figure_tables import NAMED, NOT_YET
+from bench.gpu.processes import Child
 from bench.results_book import Book
 from example_trainer.simple_rl import parse_arguments, trainer_config
 from studies.learning import plots, trainings
@@ -352,6 +355,41 @@ def test_what_an_earlier_file_has_is_taken_over_and_the_rest_is_missing(
     assert "not there yet: exact 0, " in told
     assert trainings.main([*arguments, "--add-to", str(tmp_path / "none.json")]) == 1
     assert "--add-to " in capsys.readouterr().out
+
+
+def test_trainings_end_before_mps_also_beside_one_that_has_just_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPS waits for its programs when it ends."""
+    arguments = ["--output", str(tmp_path), "--device", "cpu", "--tiny", "--mps"]
+    program = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('asked to end', flush=True), sys.exit()))\n"
+        "print('begun', flush=True)\n"
+        "if sys.argv[1] == '1': time.sleep(600)"
+    )
+    children: list[Child] = []
+
+    def mps(folder: Path, stack: ExitStack) -> dict[str, str]:
+        stack.callback(lambda: ends.extend(child.poll() for child in children))
+        return {}
+
+    ends: list[int | None] = []
+    monkeypatch.setattr(trainings, "start_mps", mps)
+    with ExitStack() as stack:
+        sitting = trainings.Learning(trainings.parse_arguments(arguments), tmp_path, stack)
+        for number, training in enumerate(plan(["stale_1"], (0, 1))):
+            log = tmp_path / f"{number}.log"
+            child = Child(training.name, [sys.executable, "-c", program, str(number)], log, {})
+            children.append(child)
+            sitting.running.append(trainings.Running(training, (0, 0), child, tmp_path, 0.0))
+        deadline = time.monotonic() + 120
+        while children[0].poll() is None or "begun" not in (tmp_path / "1.log").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert len(ends) == 2
+    assert None not in ends
+    assert (tmp_path / "1.log").read_text().splitlines() == ["begun", "asked to end"]
 
 
 def test_weights_and_code_have_digests_of_their_own(tmp_path: Path) -> None:
