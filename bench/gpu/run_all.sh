@@ -61,7 +61,8 @@
 #                         random checkpoint of 145 GB, which is used again; DRY=1 takes the starter model on the CPU
 #   4-whole-run           four: 8B, vLLM over two and the trainer over two, ours and deterministic
 #   4-exact               four: a server with four ranks against trainers of one, and FSDP2 over two and four
-#   33-sampling-tp2       two: vLLM without the mode, in its own and in ours, over two GPUs
+#   33-sampling-tp2       two: vLLM without the mode, in its own and in ours, over two GPUs. ROUNDS that count, nine if not given
+#   4-sampling            four: the same over four GPUs
 #   33-lengths            one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels
 #   33-gradients          one: the blocks that its gradient kernels may be cut into, beside cuBLAS and FlashAttention 4. Four
 #                         minutes
@@ -111,7 +112,7 @@ run() {
   echo "== $name took $((SECONDS - began)) s"
 }
 version='' tiny=() dry=()
-if [[ $kind == 33-* || $kind == 4-exact || $kind == 4-whole-run || $kind == 4-moe* ]]; then
+if [[ $kind == 33-* || $kind == 4-exact || $kind == 4-sampling || $kind == 4-whole-run || $kind == 4-moe* ]]; then
   version=$("$python" -m bench.gpu.machine) || exit 1
   [[ -z ${DRY:-} ]] || tiny=(--device cpu --tiny) dry=(--device cpu)
 fi
@@ -293,13 +294,15 @@ case $kind in
     run 300 deterministic_cost bench/deterministic_cost.py --parts "${parts[@]}" --name "deterministic_cost$version" \
       ${tiny[@]+"${tiny[@]}"}
     ;;
-  33-sampling-tp2)
+  33-sampling-tp2|4-sampling)
     # vLLM's modes are the GPU's; a CPU tries the script with the ordinary one, on one rank. FlashInfer's sums are compiled at the
     # first start, for two minutes.
-    layout=(--tp 2 --rounds 9 --loads "1 sequence" "32 sequences" "256 sequences")
+    ranks=2
+    [[ $kind == 33-* ]] || ranks=4
+    layout=(--tp "$ranks" --rounds "${ROUNDS:-9}" --loads "1 sequence" "32 sequences" "256 sequences")
     [[ -z ${DRY:-} ]] || layout=(--modes off)
-    run 560 deterministic_cost_tp2 bench/deterministic_cost.py --parts rollout "${layout[@]}" \
-      --name "deterministic_cost_tp2$version" ${tiny[@]+"${tiny[@]}"}
+    run 560 "deterministic_cost_tp$ranks" bench/deterministic_cost.py --parts rollout "${layout[@]}" \
+      --name "deterministic_cost_tp$ranks$version" ${tiny[@]+"${tiny[@]}"}
     ;;
   33-lengths) run 560 exact_lengths bench/gpu/exact_lengths.py --name "exact_lengths$version" ${tiny[@]+"${tiny[@]}"} ;;
   33-gradients)
