@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from atroposlib.utils.files import remedy
 from example_trainer.batch.reader import BatchFigures
 from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder
@@ -258,9 +259,10 @@ class StepProfiler:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
             logger.warning(
-                "--profile: cannot write %s: %s; make room, or give another --log-dir",
+                "--profile: cannot write %s: %s; %s",
                 self._path,
                 error,
+                remedy(error, "give another --log-dir"),
             )
             return
         logger.info("Profile of steps %d to %d: %s", self._steps[0], self._steps[-1], self._path)
@@ -308,9 +310,10 @@ def _write_snapshot(path: Path) -> None:
         torch.cuda.memory._dump_snapshot(str(path))
     except (OSError, RuntimeError) as error:
         logger.warning(
-            "--memory-snapshot: cannot write %s: %s; make room, or give another --log-dir",
+            "--memory-snapshot: cannot write %s: %s; %s",
             path,
             error,
+            remedy(error, "give another --log-dir"),
         )
         return
     logger.info("Memory snapshot: %s", path)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from atroposlib.utils.files import cannot_write
+from atroposlib.utils.files import cannot_write, remedy
 from example_trainer.errors import BridgeError
 from example_trainer.models import Decoder
 from example_trainer.models.lora.peft_format import AdapterWriter, WrittenAdapter
@@ -186,9 +186,8 @@ class LoraBridge(WeightBridge):
             written = self._writer.write(folder)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise BridgeError(
-                f"{cannot_write(folder, error, self._writer.num_bytes)}; make room there"
-            ) from error
+            reason = cannot_write(folder, error, self._writer.num_bytes)
+            raise BridgeError(f"{reason}; {remedy(error, 'change --save-path')}") from error
         self._mine.append(folder)
         on_disk = time.perf_counter()
         self._last = (folder, version, written)
