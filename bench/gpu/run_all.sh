@@ -61,8 +61,8 @@
 #                         random checkpoint of 145 GB, which is used again; DRY=1 takes the starter model on the CPU
 #   4-whole-run           four: 8B, vLLM over two and the trainer over two, ours and deterministic
 #   4-exact               four: a server with four ranks against trainers of one, and FSDP2 over two and four
-#   33-sampling-tp2       two: vLLM without the mode, in its own and in ours, over two GPUs. ROUNDS that count, nine if not given
-#   4-sampling            four: the same over four GPUs
+#   33-sampling-tp2       two: vLLM without the mode, in its own and in ours, over two GPUs
+#   4-sampling            four: the same over four GPUs, in fewer rounds
 #   33-lengths            one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels
 #   33-gradients          one: the blocks that its gradient kernels may be cut into, beside cuBLAS and FlashAttention 4. Four
 #                         minutes
@@ -297,9 +297,9 @@ case $kind in
   33-sampling-tp2|4-sampling)
     # vLLM's modes are the GPU's; a CPU tries the script with the ordinary one, on one rank. FlashInfer's sums are compiled at the
     # first start, for two minutes.
-    ranks=2
-    [[ $kind == 33-* ]] || ranks=4
-    layout=(--tp "$ranks" --rounds "${ROUNDS:-9}" --loads "1 sequence" "32 sequences" "256 sequences")
+    ranks=2 rounds=9
+    [[ $kind == 33-* ]] || ranks=4 rounds=5
+    layout=(--tp "$ranks" --rounds "$rounds" --loads "1 sequence" "32 sequences" "256 sequences")
     [[ -z ${DRY:-} ]] || layout=(--modes off)
     run 560 "deterministic_cost_tp$ranks" bench/deterministic_cost.py --parts rollout "${layout[@]}" \
       --name "deterministic_cost_tp$ranks$version" ${tiny[@]+"${tiny[@]}"}
@@ -395,11 +395,12 @@ case $kind in
     ;;
   33-moe-learning)
     # As many at a time on each GPU as end in the limit; an earlier mixtures.json in ADD is gone on with.
-    study=(--model "${MODEL:-}" --steps 400 --jobs "${JOBS:-5}" --mps --cache-gib 1 --seconds "${LIMIT:-1000}")
-    study+=(--run-timeout "${LIMIT:-1000}" --start-seconds 190 --step-seconds 1.8 ${ADD:+--add-to "$ADD"})
+    limit=${LIMIT:-1000}
+    study=(--model "${MODEL:-}" --steps 400 --jobs "${JOBS:-5}" --mps --cache-gib 1 --seconds "$limit")
+    study+=(--run-timeout "$limit" --start-seconds 190 --step-seconds 1.8 ${ADD:+--add-to "$ADD"})
     [[ -z ${DRY:-} ]] || study=(--device cpu --tiny)
     [[ -n ${DRY:-} || -n ${MODEL:-} ]] || { echo "run_all: MODEL names the folder of 33-moe-model" >&2; exit 2; }
-    run $((${LIMIT:-1000} + 25)) moe_learning studies/learning/mixtures.py "${study[@]}"
+    run $((limit + 25)) moe_learning studies/learning/mixtures.py "${study[@]}"
     ;;
   33-moe-sampling)
     # As in 33-sampling-tp2, a CPU tries the ordinary mode alone.
