@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -210,16 +211,8 @@ def read_weights(model: Decoder, folder: Path) -> None:
                 model=model,
                 folder=folder,
             )
-            for name, planned in plan.items():
-                parameter = own[name]
-                whole: Tensor = parameter
-                spread = model.shards.spread and not planned.frozen
-                if spread:
-                    whole = torch.empty(planned.shape, dtype=stored_dtype(planned, model.dtype))
-                for part in planned.tensors:
-                    _copy_part(whole, part, where[part.name], folder)
-                if spread:
-                    model.shards.local(parameter).copy_(model.shards.take(name, whole))
+            for planned in plan.values():
+                _fill(model, own[planned.name], planned, partial(_tensor, where, folder))
         except (SafetensorError, OSError) as error:
             raise ModelError(
                 f"cannot read the weights in {folder}: {error}; is the download complete?"
@@ -309,13 +302,46 @@ def _compare_names(
         )
 
 
-def _copy_part(parameter: Tensor, part: Part, handle: Any, folder: Path) -> None:
-    tensor = handle.get_tensor(part.name)
+def _fill(
+    model: Decoder, parameter: Tensor, planned: Parameter, read: Callable[[Part], Tensor]
+) -> None:
+    """Fill what this rank holds of a parameter.
+
+    A rank that holds rows reads these alone. They go to the device as they are stored, since a
+    copy that converts them would do so on the host.
+    """
+    shards, dtype = model.shards, stored_dtype(planned, model.dtype)
+    if planned.frozen or not shards.spread:
+        for part in planned.tensors:
+            part.view(parameter).copy_(read(part))
+        return
+    local, rows = shards.local(parameter), shards.rows(planned.name)
+    if rows is None or not all(type(part) is Part for part in planned.tensors):
+        whole = torch.empty(planned.shape, dtype=dtype)
+        for part in planned.tensors:
+            part.view(whole).copy_(read(part))
+        local.copy_(shards.take(planned.name, whole).to(local.device))
+        return
+    for part in planned.tensors:
+        values = read(part)
+        # A row of stacked matrices is a matrix, and a part counts the rows in it.
+        deep = math.prod(planned.shape[1:]) // math.prod(part.shape[1:])
+        first, last = rows.start * deep, rows.stop * deep
+        begin, end = max(part.start, first), min(part.stop, last)
+        if begin < end:
+            held = local.flatten(0, local.dim() - len(part.shape))[begin - first : end - first]
+            mine = values[begin - part.start : end - part.start]
+            held.copy_(mine.to(local.device).to(dtype))
+
+
+def _tensor(where: Mapping[str, Any], folder: Path, part: Part) -> Tensor:
+    """The tensor of a checkpoint that fills a part. It is mapped: only rows that are used are read."""
+    tensor: Tensor = where[part.name].get_tensor(part.name)
     if tuple(tensor.shape) != part.shape:
         raise ModelError(
             f"{folder}: {part.name} has shape {list(tensor.shape)}, config.json implies {list(part.shape)}"
         )
-    part.view(parameter).copy_(tensor)
+    return tensor
 
 
 def _some(names: list[str], shown: int = 4) -> str:

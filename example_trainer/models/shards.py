@@ -356,6 +356,12 @@ class Shards:
         """
         return whole
 
+    def rows(self, name: str) -> range | None:
+        """The rows of the whole parameter that a local tensor is made of, one below the other; None
+        if it is made in another way.
+        """
+        return None
+
     def whole(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor that every rank holds a part of. Collective."""
         return local

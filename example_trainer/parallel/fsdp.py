@@ -74,8 +74,12 @@ class FsdpShards(Shards):
         return self._whole_shapes[name]
 
     def take(self, name: str, whole: Tensor, block: int = 1) -> Tensor:
-        first, count = rows_of(len(whole), self._rank, self._size)
-        return whole[first : first + count]
+        rows = self.rows(name)
+        return whole[rows.start : rows.stop]
+
+    def rows(self, name: str) -> range:
+        first, count = rows_of(self._whole_shapes[name][0], self._rank, self._size)
+        return range(first, first + count)
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         shape = self._whole_shapes[name]
@@ -94,8 +98,7 @@ class FsdpShards(Shards):
         return torch.cat(list(parts))
 
     def ranges(self, name: str, local: Tensor) -> Sequence[tuple[int, Tensor]]:
-        rows, *width = self._whole_shapes[name]
-        return [(rows_of(rows, self._rank, self._size)[0] * math.prod(width), local)]
+        return [(self.rows(name).start * math.prod(self._whole_shapes[name][1:]), local)]
 
     def total(self, values: Tensor) -> Tensor:
         return add_in_order(values, self._mesh.get_group())
