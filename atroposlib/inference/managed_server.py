@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
@@ -604,7 +604,9 @@ class ManagedServer:
                 message.tool_calls = calls  # type: ignore[assignment]  # after, for OpenAI's constructor makes objects of tables
                 reason = reason if calls and not cut_off else generation.finish_reasons[index]
                 choices.append(
-                    Choice.model_construct(index=index, finish_reason=reason, message=message)
+                    Choice.model_construct(
+                        index=index, finish_reason=cast(Any, reason), message=message
+                    )
                 )
                 exchanges.append(exchange(chat, message, text, opened))
             return exchanges
@@ -633,7 +635,9 @@ class ManagedServer:
                     generation.finish_reasons[index],
                 )
                 choices.append(
-                    CompletionChoice.model_construct(index=index, finish_reason=reason, text=text)
+                    CompletionChoice.model_construct(
+                        index=index, finish_reason=cast(Any, reason), text=text
+                    )
                 )
 
         answer_id = await self._answer(

@@ -318,6 +318,8 @@ class Pipe:
         self.kept += data[: max(0, self.keep - len(self.kept))]
         before, self.count = self.count, self.count + len(data)
         if before <= self.most < self.count:
+            # The pipe fills, and holds the program up until its watcher ends it.
+            asyncio.get_running_loop().remove_reader(self.descriptor)
             self.too_much()
         return True
 

@@ -465,10 +465,11 @@ def wait(
             # The sandbox closes the socket to end a program, and sends nothing else.
             return "cancelled" if descriptor == status.fileno() else "exited", peak
         peak = max(peak, memory.used())
-        if peak > order["memory"]:
-            return "memory", peak
+        # Processes come first: if this look is late, too many of them use too much memory as well.
         if most_tasks is not None and memory.tasks() > most_tasks:
             return "processes", peak
+        if peak > order["memory"]:
+            return "memory", peak
         if time.monotonic() >= count_locks_at:
             if memory.locks() > MOST_LOCKS:
                 return "memory", peak
