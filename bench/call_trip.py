@@ -60,7 +60,7 @@ class Trip:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
     def row(self) -> dict[str, Any]:
         """Return the figures of the trip."""

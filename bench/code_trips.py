@@ -204,7 +204,7 @@ class Surroundings(Processes):
 
     def settings(self, config: type[BaseEnvConfig]) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
         """Return the settings of an environment that talks to these processes."""
-        common = {
+        common: dict[str, Any] = {
             "rollout_server_url": self.service,
             "tokenizer_name": str(TOKENIZER),
             "group_size": 2,

@@ -73,7 +73,7 @@ class Benchmark(LoadedSitting):
 
     def _begin(self, mode: str, folder: Path) -> tuple[VllmServer, Worker]:
         args, turns = self.args, mode == "turns"
-        flags = ("--colocate",) if turns else ()
+        flags: tuple[str, ...] = ("--colocate",) if turns else ()
         if not self.on_gpu:
             flags += ("--num-gpu-blocks-override", "256")
         name = mode.replace(" ", "-")

@@ -235,10 +235,10 @@ class Benchmark(Sitting):
         server.stop()
 
     def _engine_alone(self, model: Path) -> dict[str, Any]:
-        on_cpu = (
-            {} if self.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+        on_cpu: dict[str, Any] = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+        worker = self.worker(
+            "engine", "bench.generate_cost", ["--engine"], **({} if self.on_gpu else on_cpu)
         )
-        worker = self.worker("engine", "bench.generate_cost", ["--engine"], **on_cpu)
         names = ("shape", "in_flight", "mean_tokens", "most_tokens", "prompt_tokens", "cache_gib")
         asked = {name: getattr(self.args, name) for name in names}
         limit = READY_SECONDS + REQUEST_SECONDS

@@ -60,7 +60,7 @@ TIERS = {"default": "not nightly", "nightly": "nightly"}
 """Name of a tier -> the markers that select it, in the order in which they run."""
 NO_TESTS = 5
 """Exit status of pytest that selected no test."""
-OTHER = {
+OTHER: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,

@@ -33,7 +33,7 @@ from bench.measured import Options, command_line, measured
 from example_trainer.training.memory_plan import Room, free_memory, plan_memory
 
 WITHIN = 0.10
-LARGE = {"batch": 1, "warm_up": 1, "steps": 3, "seconds": 300}
+LARGE: dict[str, Any] = {"batch": 1, "warm_up": 1, "steps": 3, "seconds": 300}
 CHOICES = [
     Choice("1.7B, adamw", "qwen3-1.7b"),
     Choice("1.7B, adamw, offloaded", "qwen3-1.7b", offload=True),

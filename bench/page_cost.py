@@ -182,7 +182,7 @@ def tokenizer_file() -> bytes:
         "trim_offsets": True,
         "use_regex": True,
     }
-    parts = {
+    parts: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": [],
         "normalizer": None,
@@ -197,7 +197,8 @@ def groups(count: int) -> Iterator[tuple[PostedGroup, TrainedTokens | None]]:
     most of them.
     """
     draw = random.Random(3)
-    names, shares = zip(*ENVIRONMENTS, strict=True)
+    names = [name for name, _ in ENVIRONMENTS]
+    shares = [share for _, share in ENVIRONMENTS]
     for number in range(count):
         prompt = [int(TOKENS ** draw.random()) for _ in range(draw.randint(*PROMPT))]
         answers = [
@@ -381,7 +382,8 @@ async def hold_open(port: int, pages: int) -> None:
         asyncio.create_task(follow(event, *kind)) for event, kind in zip(opened, kinds, strict=True)
     ]
     waiting = asyncio.gather(*(event.wait() for event in opened))
-    await asyncio.wait([waiting, *following], return_when=asyncio.FIRST_COMPLETED)
+    every: list[asyncio.Future[Any]] = [waiting, *following]
+    await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)
     if waiting.done():
         print("open", flush=True)
     await asyncio.gather(*following)

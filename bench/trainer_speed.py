@@ -43,9 +43,9 @@ from bench.gpu.speed_worker import Case
 from bench.gpu.summary import table
 from bench.measured import Options, command_line
 
-GROUPS = {"length": 553, "prompt": 103, "group": 8}
+GROUPS: dict[str, Any] = {"length": 553, "prompt": 103, "group": 8}
 """GSM8K's questions and answers of 450 tokens on average, in groups."""
-LONG = {
+LONG: dict[str, Any] = {
     "length": 32768,
     "tokens": 32768,
     "checkpointing": False,
@@ -130,7 +130,7 @@ def longest(length: int) -> Case:
 
 def tiny(case: Case, device: str, shape: str = "tiny") -> Case:
     """The same case, of a tiny shape and with few tokens."""
-    shrunk = {
+    shrunk: dict[str, Any] = {
         "length": max(24, case.length // 128),
         "prompt": min(case.prompt, 9),
         "warm_up": 1,

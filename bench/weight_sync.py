@@ -403,9 +403,9 @@ class SingleCopy:
         self.sitting, self.tp, self.results = sitting, sitting.args.tp, sitting.results
         gpus = ",".join(map(str, range(self.tp)))
         self.server = sitting.server("vllm single copy", sitting.model, gpus, tp=self.tp)
-        module, flags = "bench.gpu.trainer", ()
+        module, flags = "bench.gpu.trainer", list[str]()
         if self.tp > 1:
-            module, flags = "bench.gpu.spread_trainer", ("--split",)
+            module, flags = "bench.gpu.spread_trainer", ["--split"]
         port = self.server.port
         self.trainer = sitting.trainer("trainer single copy", module, port, gpus, self.tp, *flags)
 

@@ -90,9 +90,9 @@ def summarise(rows: list[tuple[float, Row]], leave_out: int) -> dict[str, Any]:
         name.removeprefix("seconds_"): sum(row[name] or 0.0 for row in counted) for name in names
     }
     sums = {name: sum(row[name] for row in counted) for name in ("tokens", "sequences")}
-    trained = sum(
-        row.get("forwarded_targets", row["tokens"]) for row in counted
-    )  # others than ours forward all
+    # Others than ours forward all.
+    forwarded: list[Any] = [row.get("forwarded_targets", row["tokens"]) for row in counted]
+    trained = sum(forwarded)
     found = {
         "steps": len(counted),
         "seconds": round(seconds, 2),
@@ -153,7 +153,7 @@ class WholeRun:
             self.model = work / "mixture"
             mixture.main(["--output", str(self.model)])
         self.results = Results(args.output / f"{args.name}.json", settings=self._settings())
-        self.servers: dict[str, Child] = {}
+        self.servers: dict[str, VllmServer | TrlServer] = {}
 
     def _settings(self) -> dict[str, Any]:
         shown = [
@@ -167,7 +167,7 @@ class WholeRun:
             "staleness",
             "ahead",
         ]
-        shown += ["cache_gib", "dry_run", "tensor_parallel", "trainer_ranks"]
+        shown += ["cache_gib", "dry_run", "tensor_parallel", "trainer_ranks", "trainer_flags"]
         settings = {name: getattr(self.args, name) for name in shown}
         return settings | {
             "model_bytes": model_bytes(self.args.shape),
@@ -219,7 +219,7 @@ class WholeRun:
         while starting and time.monotonic() < deadline:
             for server in list(starting):
                 with suppress(BenchError):
-                    if not server.ready():  # type: ignore[attr-defined]
+                    if not server.ready():
                         continue
                 starting.remove(server)
             time.sleep(0.5)
@@ -249,7 +249,7 @@ class WholeRun:
     def _start_server(self, part: str) -> None:
         most = self.args.cap + PROMPT_ROOM
         if part == "trl":
-            self.servers[part] = server = TrlServer(
+            self.servers[part] = TrlServer(
                 self.model, self.args.output, most, self.args.in_flight, self.args.cache_gib
             )
         else:
@@ -259,20 +259,20 @@ class WholeRun:
                 cache_gib=self.args.cache_gib, max_model_len=most, max_num_seqs=self.args.in_flight, load_format="auto",
                 flags=("--deterministic",) if part == "deterministic" else (),
             )  # fmt: skip
-            self.servers[part] = server = VllmServer(
+            self.servers[part] = VllmServer(
                 f"vllm {part}",
                 self.model,
                 self.args.output,
                 options,
                 logs=self.work / f"vllm-{part}",
             )
-        self.stack.callback(server.stop)
+        self.stack.callback(self.servers[part].stop)
 
     def _measure(self, part: str) -> dict[str, Any]:
         if part not in self.servers:
             self._start_server(part)
         server = self.servers[part]
-        wait_all({server.name: server.ready}, self.args.ready_seconds)  # type: ignore[attr-defined]
+        wait_all({server.name: server.ready}, self.args.ready_seconds)
         seconds = min(
             self.args.training_seconds, self.args.seconds - (time.monotonic() - self.began) - 10
         )
@@ -281,14 +281,14 @@ class WholeRun:
         client = Worker("client", "bench.gpu.load", [], self.args.output / f"client-{part}.log", {})
         self.stack.callback(client.stop)
         client.ask(
-            "start", timeout=60, port=server.port, model=str(self.model), concurrency=1, observers=1,  # type: ignore[attr-defined]
+            "start", timeout=60, port=server.port, model=str(self.model), concurrency=1, observers=1,
             vocab=SHAPES[self.args.shape]["vocab_size"] if not self.args.dry_run else 1000, min_tokens=self.args.cap // 2,
             max_tokens=self.args.cap // 2,
         )  # fmt: skip
-        train = partial(self._train_ours, part)
-        if part == "trl":
-            train = self._train_trl
-        rows, found = train(server, seconds)
+        if isinstance(server, TrlServer):
+            rows, found = self._train_trl(server, seconds)
+        else:
+            rows, found = self._train_ours(part, server, seconds)
         seen = client.ask("stop", timeout=60)
         client.stop()
         server.stop()
@@ -347,14 +347,9 @@ class WholeRun:
             found |= {name: sum(row[name] for row in rows) for name in counts}
         return rows.rows, found | {"ahead": args.ahead}
 
-    def _wait(
-        self, trainer: Child, seconds: float, rows: RowsAsTheyCome, last_step_ends: bool = False
-    ) -> None:
-        """Wait until a trainer has ended. If time runs out first, the steps that it has taken by then
-        are counted.
-
-        Args:
-            last_step_ends: its last step is its end, and what it does afterwards is not waited for.
+    def _wait(self, trainer: Child, seconds: float, rows: RowsAsTheyCome) -> None:
+        """Wait for a trainer's last step, or its end. If time runs out first, the steps that it has
+        taken by then are counted. Nothing waits for a checkpoint after the last step.
 
         Raises:
             BenchError: it failed, or has taken too few steps.
@@ -365,7 +360,7 @@ class WholeRun:
             rows.look()
             if time.monotonic() > deadline:
                 return len(rows.rows) >= enough
-            return last_step_ends and len(rows.rows) >= self.args.steps
+            return len(rows.rows) >= self.args.steps
 
         wait_for_end(trainer, seconds, all_there)
 
@@ -400,7 +395,7 @@ class WholeRun:
         trainer = Child("trainer", command, args.output / "trl-trainer.log_path", variables)
         self.stack.callback(trainer.stop)
         rows = RowsAsTheyCome(file)
-        self._wait(trainer, seconds, rows, last_step_ends=True)
+        self._wait(trainer, seconds, rows)
         trainer.stop()
         thrown = rows.rows[-1][1]["thrown_away"] if rows.rows else 0
         versions = {name: _version(name) for name in ("trl", "transformers", "accelerate")}
@@ -445,7 +440,9 @@ class TrlServer(Child):
     def ready(self) -> bool:
         """Report if it answers. Raises BenchError if it has ended."""
         if self.poll() is not None:
-            raise BenchError(f"{self.name} ended with status {self.poll()}; see {self.log.name}")
+            raise BenchError(
+                f"{self.name} ended with status {self.poll()}; see {self.log_path.name}"
+            )
         return answers(f"{self.url}/health")
 
 

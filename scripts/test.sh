@@ -46,7 +46,7 @@ check ruff format --check .
 # Types are checked beside the tests, because most tests wait.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
-{ check mypy; check mypy -p scripts -p studies; } > "$types" 2>&1 &
+{ check mypy; check mypy -p bench -p scripts -p studies; } > "$types" 2>&1 &
 checking=$!
 if (($# > 0)); then
   "$venv/bin/python" -m pytest "$@" || failed+=("pytest $*")

@@ -264,7 +264,7 @@ def test_shell_scripts_parse_and_can_be_run() -> None:
     scripts = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
     assert len(scripts) >= 4
     for script in scripts:
-        subprocess.run(["bash", "-n", script], check=True, timeout=30)
+        subprocess.run(["bash", "-n", script], check=True, timeout=120)
         assert os.access(script, os.X_OK), f"{script} is not executable"
 
 

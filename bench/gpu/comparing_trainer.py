@@ -79,7 +79,7 @@ class ComparingTrainer(BenchTrainer):
         """
 
         def sample() -> list[list[list[Any]]]:
-            drawn = asyncio.run(self._sample(concurrency, requests, prompts, new, seed, shared))
+            drawn = asyncio.run(self._rollouts(concurrency, requests, prompts, new, seed, shared))
             return [[one.prompt, one.tokens, one.logprobs] for one in drawn]
 
         before, started = self._asked(self._counters), time.monotonic()
@@ -105,7 +105,7 @@ class ComparingTrainer(BenchTrainer):
         one = torch.tensor(theirs, dtype=torch.float32)
         other = torch.cat(self._recomputed(parts))
         wrong = (one.view(torch.int32) != other.view(torch.int32)).nonzero().flatten()
-        first = wrong[0].item() if len(wrong) else None
+        first = int(wrong[0]) if len(wrong) else None
         ratio = (other - one).double()
         return {
             "tokens": len(one),
@@ -144,7 +144,7 @@ class ComparingTrainer(BenchTrainer):
         counts = Packing([len(r.tokens) for r in rollouts], self.device)
         return self.model.chosen_logprobs(hidden, targets, counts)[0]
 
-    async def _sample(
+    async def _rollouts(
         self,
         concurrency: int,
         requests: int,

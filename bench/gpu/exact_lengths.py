@@ -44,7 +44,7 @@ SHOWN_KERNELS = 8
 def tiny(case: ProfiledCase, device: str) -> ProfiledCase:
     """The same case, of the tiny shape and with few tokens."""
     length = max(8, case.length // 512)
-    few = {"length": length, "tokens": max(2 * length, case.tokens // 512)}
+    few: dict[str, Any] = {"length": length, "tokens": max(2 * length, case.tokens // 512)}
     return replace(case, shape="tiny", device=device, warm_up=1, repeats=2, **few)
 
 

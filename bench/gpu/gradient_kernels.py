@@ -101,7 +101,7 @@ class GradientKernels(KernelCandidates):
 
     def weights(self) -> dict[str, Callable[[], Comparison]]:
         """The comparisons of weight gradients, by name."""
-        found = {}
+        found: dict[str, Callable[[], Comparison]] = {}
         for shape in self.shapes:
             for layout in ("512", "ragged") if shape == SHAPES[0] else ("512",):
                 for name, outputs, inputs, tokens in matrices(shape):
@@ -180,7 +180,7 @@ class GradientKernels(KernelCandidates):
 
     def attentions(self) -> dict[str, Callable[[], Comparison]]:
         """The comparisons of attention's backward pass, by name, the longest sequences first."""
-        found = {}
+        found: dict[str, Callable[[], Comparison]] = {}
         for shape in self.shapes:
             for name in reversed(LENGTHS):
                 if (shape, name) == (SHAPES[1], "512"):

@@ -24,7 +24,7 @@ SERVICE, VLLM, RENDEZVOUS = 8000, 9001, 29500
 """The ports of the guide."""
 PKILL = re.compile("vllm|grpo|python|run-api")
 """Command lines that `pkill -9 -u $USER -f "vllm|grpo|python|run-api"` matches."""
-END_SECONDS = 5.0
+END_SECONDS = 60.0
 """After SIGKILL of what PKILL matches, the rest must have ended by itself after so many seconds."""
 
 ENVIRONMENT = r"python (environments/\w+_server|bench/gpu/length_env)\.py( serve)?"

@@ -86,7 +86,7 @@ class KernelCandidates(Sitting):
             if time.monotonic() > self.ends:
                 self.results.put("cases", name, value={"skipped": "no time was left"})
                 continue
-            self.results.measure("cases", name, run=lambda made=made: self.compared(made()))
+            self.results.measure("cases", name, run=lambda made=made: self.compared(made()))  # type: ignore[misc]
             if self.on_gpu:
                 torch.cuda.empty_cache()
 

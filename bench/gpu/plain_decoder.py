@@ -52,7 +52,8 @@ def attention_of(device: torch.device) -> Attention:
         if not shares_heads:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         longest = max(lengths)
-        mixed: Tensor = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        mixed = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        assert isinstance(mixed, Tensor), "options ask for no second result"
         return mixed
 
     return attention
@@ -64,8 +65,10 @@ def attention_by_sequence(
     """One call of PyTorch's attention for each sequence."""
     parts = zip(*(x.transpose(0, 1).split(list(lengths), 1) for x in (q, k, v)), strict=True)
     spans = [
-        F.scaled_dot_product_attention(*(x[None] for x in part), is_causal=True, enable_gqa=True)[0]
-        for part in parts
+        F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[
+            0
+        ]
+        for q, k, v in parts
     ]
     return torch.cat(spans, 1).transpose(0, 1)
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,8 +64,8 @@ class SpreadTrainer(BenchTrainer):
                 rows.copy_(self.sets[which][name])
         self.served_set = which
 
-    def connect(self, kind: str, **options: Any) -> dict[str, Any]:
-        return super().connect(kind, ranks=self.ranks, **options)
+    def connect(self, kind: str, ports: Sequence[int] = (), **options: Any) -> dict[str, Any]:
+        return super().connect(kind, ports, ranks=self.ranks, **options)
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         return {

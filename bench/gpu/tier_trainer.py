@@ -21,9 +21,7 @@ class TierTrainer(ComparingTrainer):
 
     def load_tier(self, tier: int, folder: str) -> dict[str, Any]:
         """Read a checkpoint into a model of this tier, and make its optimizer."""
-        make = make_whole
-        if tier == 2:
-            make = through_transformers(Path(folder))
+        make = through_transformers(Path(folder)) if tier == 2 else make_whole
         self.model = load_model(folder, self.dtype, self.device, make)
         config = TrainerConfig(model_name=folder, lr=1e-5, training_steps=1000)
         self.optimizer = make_optimizer(config, self.model)

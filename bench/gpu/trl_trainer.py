@@ -65,7 +65,7 @@ def main(settings: dict[str, Any], rows: Path) -> None:
     from transformers import TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-    class Timed(AsyncGRPOTrainer):  # type: ignore[misc]
+    class Timed(AsyncGRPOTrainer):
         """Counts and times what it does between two steps."""
 
         def start_row(self) -> None:
@@ -95,7 +95,7 @@ def main(settings: dict[str, Any], rows: Path) -> None:
             super()._sync_weight()
             self.row["seconds_sync"] += time.monotonic() - began
 
-    class Rows(TrainerCallback):  # type: ignore[misc]
+    class Rows(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             row, whole = trainer.row, time.monotonic() - trainer.began
             # TRL's own count, which it clears after this.
