@@ -60,7 +60,7 @@
 #   8-guide               eight: the guide's 72B run, ten steps, then vLLM is killed and started again. MODEL names the folder for the
 #                         random checkpoint of 145 GB, which is used again; DRY=1 takes the starter model on the CPU
 #   4-whole-run           four: 8B, vLLM over two and the trainer over two, ours and deterministic
-#   4-exact               four: a server with four ranks against trainers of one, and FSDP2 over two and four
+#   4-exact, 4-exact-fsdp4    four: a server with four ranks against trainers of one and FSDP2 over two, and against FSDP2 over four
 #   33-sampling-tp2       two: vLLM without the mode, in its own and in ours, over two GPUs
 #   4-sampling            four: the same over four GPUs, in fewer rounds
 #   33-lengths            one: the trainer's exact pass beside the ordinary one at 512, 4k and 32k tokens, with its kernels
@@ -76,6 +76,7 @@
 #   33-moe-update         two: all layers by broadcast
 #   4-moe, 4-moe-update   four: vLLM on one and a trainer over three by FSDP2, as many layers as fit. 50 deterministic steps, and
 #                         updates of all layers. MODEL names the folder for the random checkpoint, which is used again
+#   4-moe-on-policy, 4-moe-one-step-off    four: the same trainer's speed in steps of 512 answers, without and with answers sampled ahead
 #   33-moe-model          one: makes MODEL, the mixture of 33-moe-learning
 #   33-moe-learning       any number: 18 trainings of 400 steps, 16 minutes on four GPUs with five at a time on each. So it runs in
 #                         the background. The same again goes on with what did not end within LIMIT seconds
@@ -112,7 +113,7 @@ run() {
   echo "== $name took $((SECONDS - began)) s"
 }
 version='' tiny=() dry=()
-if [[ $kind == 33-* || $kind == 4-exact || $kind == 4-sampling || $kind == 4-whole-run || $kind == 4-moe* ]]; then
+if [[ $kind == 33-* || $kind == 4-exact* || $kind == 4-sampling || $kind == 4-whole-run || $kind == 4-moe* ]]; then
   version=$("$python" -m bench.gpu.machine) || exit 1
   [[ -z ${DRY:-} ]] || tiny=(--device cpu --tiny) dry=(--device cpu)
 fi
@@ -189,17 +190,18 @@ case $kind in
     [[ -z ${DRY:-} ]] || modes=(single_copy_tp2) asked=(--steps 2 --repeat 2 --kill-after 1 --device cpu --eager)
     run 540 exact_resumed_2 tests/gpu/check_training_modes.py --only ${MODES:-${modes[@]}} "${asked[@]}" --name "exact_resumed_tp2$version"
     ;;
-  33-exact-2*|4-exact)
+  33-exact-2*|4-exact*)
     asked=(--shape qwen3-1.7b) folder=${kind#33-}
     case $kind in
       33-exact-2) ;;
       33-exact-2-fsdp) asked+=(--trainer-ranks 2) ;;
       33-exact-2-single-copy) asked+=(--bridge single-copy) ;;
       33-exact-2-8b) asked=(--shape qwen3-8b) ;;
-      4-exact) asked+=(--tensor-parallel 4 --trainer-ranks 1 2 4) ;;
+      4-exact) asked+=(--tensor-parallel 4 --trainer-ranks 1 2) ;;
+      4-exact-fsdp4) asked+=(--tensor-parallel 4 --trainer-ranks 4 --brief) ;;
     esac
     # A CPU tries the four GPUs' layouts over two ranks.
-    [[ -z ${DRY:-} || $kind != 4-exact ]] || asked=(--trainer-ranks 1 2)
+    [[ -z ${DRY:-} || $kind != 4-exact* ]] || asked=(--trainer-ranks 2 --brief)
     run 540 "$folder" tests/gpu/check_exact_layouts.py "${asked[@]}" --version-ending "$version" ${tiny[@]+"${tiny[@]}"}
     ;;
   exact)
@@ -359,16 +361,28 @@ case $kind in
     run 540 moe_exact_2 tests/gpu/check_exact_layouts.py --shape qwen3-30b-a3b-24l --name "moe_exact_tp2$version" \
       ${tiny[@]+"${tiny[@]}"}
     ;;
-  4-moe)
-    # FSDP2 over three GPUs needs 97 GiB on each for all layers, which an H200 has, and 57 GiB for 24 of them.
-    shape=qwen3-30b-a3b
+  4-moe|4-moe-on-policy|4-moe-one-step-off)
+    # The memory plan has up to 127 GiB on each of three GPUs for all layers, and about a half for 24 of them. Moments in 8 bits
+    # stay on the GPU; in float32 they would pass over the bus in each step.
+    shape=qwen3-30b-a3b name=moe_whole_run
     [[ $(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2> /dev/null || echo 0) -gt 120000 ]] || shape+=-24l
-    whole=(--seconds 525 --training-seconds 330 --parts deterministic)
+    whole=(--seconds 525 --parts deterministic)
     [[ -z ${DRY:-} ]] || whole=(--dry-run --parts ours)
-    # Nothing is sampled ahead, so that every trained token is of the present weights, and is compared.
-    run 540 moe_whole_run bench/whole_run.py --shape "${SHAPE:-$shape}" --trainer-ranks 3 --steps 50 --leave-out 5 --sequences 128 \
-      --cap 256 --in-flight 128 --staleness 0 --ahead 0 --cache-gib 8 --trainer-flags "--tokens-per-microbatch 8192" \
-      "${whole[@]}" --name "moe_whole_run$version" ${QUESTIONS:+--questions "$QUESTIONS"} ${MODEL:+--checkpoint "$MODEL"}
+    case $kind in
+      4-moe)
+        # Nothing is sampled ahead, so that every trained token is of the present weights, and is compared.
+        whole+=(--steps 50 --leave-out 5 --sequences 64 --in-flight 64 --cap 128 --staleness 0 --ahead 0 --cache-gib 8)
+        whole+=(--training-seconds 400 --trainer-flags "--tokens-per-microbatch 4096 --optimizer adamw-8bit")
+        ;;
+      *)
+        whole+=(--steps 8 --leave-out 3 --sequences 512 --in-flight 512 --cap 512 --cache-gib 36 --training-seconds 300)
+        whole+=(--trainer-flags "--tokens-per-microbatch 6144 --optimizer adamw-8bit")
+        ;;&
+      4-moe-on-policy) name=moe_on_policy whole+=(--staleness 0 --ahead 0) ;;
+      4-moe-one-step-off) name=moe_one_step_off whole+=(--staleness 1 --ahead 2) ;;
+    esac
+    run 540 "$name" bench/whole_run.py --shape "${SHAPE:-$shape}" --trainer-ranks 3 "${whole[@]}" --name "$name$version" \
+      ${QUESTIONS:+--questions "$QUESTIONS"} ${MODEL:+--checkpoint "$MODEL"}
     ;;
   4-moe-update)
     ranks=(--trainer-ranks 3)
@@ -397,8 +411,9 @@ case $kind in
     # As many at a time on each GPU as end in the limit; an earlier mixtures.json in ADD is gone on with.
     limit=${LIMIT:-1000}
     study=(--model "${MODEL:-}" --steps 400 --jobs "${JOBS:-5}" --mps --cache-gib 1 --seconds "$limit")
-    study+=(--run-timeout "$limit" --start-seconds 190 --step-seconds 1.8 ${ADD:+--add-to "$ADD"})
+    study+=(--run-timeout "$limit" --start-seconds 190 --step-seconds 1.8)
     [[ -z ${DRY:-} ]] || study=(--device cpu --tiny)
+    study+=(${ADD:+--add-to "$ADD"})
     [[ -n ${DRY:-} || -n ${MODEL:-} ]] || { echo "run_all: MODEL names the folder of 33-moe-model" >&2; exit 2; }
     run $((limit + 25)) moe_learning studies/learning/mixtures.py "${study[@]}"
     ;;

@@ -4,7 +4,8 @@ tensor-parallel ranks, bit for bit?
     python tests/gpu/check_exact_layouts.py --output DIR                          2 GPUs: vLLM on both, a trainer of one rank
     python tests/gpu/check_exact_layouts.py --output DIR --trainer-ranks 2        FSDP2 over two
     python tests/gpu/check_exact_layouts.py --output DIR --bridge single-copy     as many ranks as vLLM, in the same memory
-    python tests/gpu/check_exact_layouts.py --output DIR --tensor-parallel 4 --trainer-ranks 1 2 4    4 GPUs, three trainers
+    python tests/gpu/check_exact_layouts.py --output DIR --tensor-parallel 4 --trainer-ranks 1 2      4 GPUs, two trainers
+    python tests/gpu/check_exact_layouts.py --output DIR --tensor-parallel 4 --trainer-ranks 4 --brief    FSDP2 over all four
     python tests/gpu/check_exact_layouts.py --output DIR --shape qwen3-8b         two GPUs of 80 GB
     python tests/gpu/check_exact_layouts.py --output DIR --tiny --device cpu      tries the script
 
@@ -115,11 +116,15 @@ def layouts_of(args: argparse.Namespace) -> list[Layout]:
     return found
 
 
-def cells_of(number: int, layouts: int) -> Mapping[str, Cell]:
-    """The cells of one of several layouts, which are numbered from 0."""
-    if layouts == 1:
-        return CELLS
-    return BESIDE_OTHERS if number == 0 else {"512 at a time": MOST}
+def cells_of(number: int, layouts: int, brief: bool = False) -> Mapping[str, Cell]:
+    """The cells of one of several layouts, which are numbered from 0.
+
+    Args:
+        brief: as if others came before it.
+    """
+    if brief or number:
+        return {"512 at a time": MOST}
+    return BESIDE_OTHERS if layouts > 1 else CELLS
 
 
 class Layouts(Sitting):
@@ -147,7 +152,7 @@ class Layouts(Sitting):
         trainers = [self._start(layout, server.port, visible) for layout in layouts]
         if self.results.measure("ready", run=partial(self.ready, server)) is not None:
             for number, (layout, trainer) in enumerate(zip(layouts, trainers, strict=True)):
-                self._check(layout, trainer, cells_of(number, len(layouts)))
+                self._check(layout, trainer, cells_of(number, len(layouts), self.args.brief))
                 trainer.stop()
         self.results.failures += judged(self.results.data, self.on_gpu)
 
@@ -268,6 +273,7 @@ OPTIONS: Options = {
         "help": "of trainers that broadcast: one, or FSDP2 over several",
     },
     "--bridge": {"nargs": "+", "choices": ["broadcast", "single-copy"], "default": ["broadcast"]},
+    "--brief": {"action": "store_true", "help": "compare the million tokens of one cell alone"},
 }
 
 

@@ -298,9 +298,13 @@ def test_a_layout_that_failed_before_its_cells_is_a_failure() -> None:
     assert "control" in control
 
 
-@pytest.mark.parametrize(("number", "layouts"), [(0, 1), (0, 3), (1, 3)])
-def test_the_cells_of_every_layout_sample_enough_tokens(number: int, layouts: int) -> None:
-    cells = [*check_exact_layouts.cells_of(number, layouts).values()]
+@pytest.mark.parametrize(
+    ("number", "layouts", "brief"), [(0, 1, False), (0, 3, False), (1, 3, False), (0, 1, True)]
+)
+def test_the_cells_of_every_layout_sample_enough_tokens(
+    number: int, layouts: int, brief: bool
+) -> None:
+    cells = [*check_exact_layouts.cells_of(number, layouts, brief).values()]
     cells += [check_exact_layouts.SYNC_CELL] * check_exact_layouts.UPDATES
     sampled = sum(cell["requests"] * sum(cell["new"]) / 2 for cell in cells)
     assert sampled > 1.02 * check_exact_layouts.LEAST_TOKENS
