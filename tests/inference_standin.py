@@ -18,7 +18,7 @@ token of the prompt. Logprobs are a function of token and place.
 As a process it may also have a `fault` of a server that is started and ended. `crashes` ends it
 with an error while it loads, `crashes-later` after it was seen to be ready. `never-ready` keeps it
 loading, `loads-N` for N seconds. `version-N` answers /weights; `other-program` knows no models;
-`ends-slowly` takes a second to end. `in-a-child` serves from a child process that does not end with
+`ends-slowly` takes five seconds to end. `in-a-child` serves from a child process that does not end with
 its parent. Then each start appends the model's name to $STANDIN_STARTS.
 """
 
@@ -515,7 +515,7 @@ def load(name: str, port: int, fault: str) -> None:
         os.wait()
         return
     if fault == "ends-slowly":
-        signal.signal(signal.SIGTERM, lambda *_: threading.Timer(1.0, os._exit, (0,)).start())
+        signal.signal(signal.SIGTERM, lambda *_: threading.Timer(5.0, os._exit, (0,)).start())
     asyncio.run(forever(Loading(name, port, fault)))
 
 

@@ -58,7 +58,7 @@ def test_it_has_its_own_environment_and_folder_and_ends_as_it_is_told(
     )
     assert isinstance(service.guard, Forked)
     processes.wait_for_http(f"http://localhost:{port}/", 180)
-    assert httpx.get(f"http://localhost:{port}/status", timeout=30).status_code == 401
+    assert httpx.get(f"http://localhost:{port}/status", timeout=120).status_code == 401
     assert list(tmp_path.glob("runs/*.db")), "its store is in its folder"
     family = [service.guard.pid, *descendants(service.guard.pid)]
     assert len(family) == 2

@@ -33,7 +33,7 @@ PROTOCOLS = {
         "test_equal_runs_have_equal_hashes_and_packing_does_not_matter"
     ),
     "the page in a browser": (
-        "tests/atroposlib/dashboard/test_page_in_browser.py::"
+        "tests/atroposlib/dashboard/test_sign_in_page.py::"
         "test_the_key_lets_in_and_a_wrong_one_does_not"
     ),
 }
@@ -42,7 +42,6 @@ SMOKE_TESTS = (
     "test_kill_each_process",
     "test_quickstart",
     "test_weight_bridge",
-    "test_your_loss_page",
 )
 """Files of tests/e2e in the default tier. They take a quarter of its time, so they stay few."""
 PACKAGES = (

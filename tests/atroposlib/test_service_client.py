@@ -57,7 +57,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
 
 
-def client(server: Scripted, timeout: float = 20.0, **more: Any) -> RolloutServiceClient:
+def client(server: Scripted, timeout: float = 120.0, **more: Any) -> RolloutServiceClient:
     return RolloutServiceClient(f"http://127.0.0.1:{server.server_address[1]}", timeout, **more)
 
 

@@ -85,7 +85,7 @@ def test_a_child_gets_gpus_among_those_of_this_program(
     command = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES >&2"]
     child = Child("child", command, tmp_path / "log", environment)
     with all_stopped(child):
-        child.wait(20)
+        child.wait(120)
     assert (tmp_path / "log").read_text().split() == [told]
 
 

@@ -4,7 +4,6 @@ with what the trainer holds.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import time
@@ -22,6 +21,8 @@ from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer
+from tests.light_servers import SOON
+from tests.still_running import json_rows
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view
 from vllm_patching.server.guard import is_open
@@ -94,7 +95,7 @@ def new_masters(model: Decoder, seed: int) -> tuple[dict[str, torch.Tensor], Cal
 def checksums(server: VllmServer, model: Decoder) -> list[str]:
     """Return the checksum of each rank's weights, computed from the trainer's tensors alone."""
     parameters = dict(model.named_parameters())
-    ranks = httpx.get(f"{server.url}/bridge/info", timeout=30).json()["ranks"]
+    ranks = httpx.get(f"{server.url}/bridge/info", timeout=120).json()["ranks"]
     layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in ranks]
     return [
         weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout)
@@ -148,8 +149,8 @@ def made_up_group(number: int) -> dict[str, object]:
     }
 
 
-def wait_for_state(server: VllmServer, wanted: str, seconds: float) -> dict[str, object]:
-    deadline = time.monotonic() + seconds
+def wait_for_state(server: VllmServer, wanted: str) -> dict[str, object]:
+    deadline = time.monotonic() + SOON
     while (state := server.state())["state"] != wanted:
         assert time.monotonic() < deadline, state
         time.sleep(0.1)
@@ -158,7 +159,7 @@ def wait_for_state(server: VllmServer, wanted: str, seconds: float) -> dict[str,
 
 def refuses_to_sample(server: VllmServer) -> None:
     """Every route of vLLM's app, except those without sampling, answers 503 with the reason."""
-    paths = httpx.get(f"{server.url}/openapi.json", timeout=30).json()["paths"]
+    paths = httpx.get(f"{server.url}/openapi.json", timeout=120).json()["paths"]
     tried = {
         (method.upper(), path)
         for path, methods in paths.items()
@@ -178,15 +179,15 @@ def refuses_to_sample(server: VllmServer) -> None:
     ]
     for method, path in [*tried, *unlisted]:
         answer = httpx.request(
-            method, f"{server.url}{re.sub('{.*?}', 'x', path)}", json={}, timeout=30
+            method, f"{server.url}{re.sub('{.*?}', 'x', path)}", json={}, timeout=120
         )
         assert answer.status_code == 503, (method, path, answer.text)
         assert "the weights are not whole" in answer.json()["error"]
     for path in ("/metrics", "/version", "/v1/models", "/bridge/info"):
-        assert httpx.get(f"{server.url}{path}", timeout=30).status_code == 200
+        assert httpx.get(f"{server.url}{path}", timeout=120).status_code == 200
 
 
-def stalled_of(server: VllmServer, seconds: float = 60.0) -> float | None:
+def stalled_of(server: VllmServer, seconds: float = SOON) -> float | None:
     """Return the server's record of its last update, once it has asked its workers; None if it does
     not come in time.
     """
@@ -204,7 +205,7 @@ def require_timeline(server: VllmServer, version: int) -> None:
     version.
     """
     (path,) = server.folder.glob("timeline-generator-*.jsonl")
-    head, *spans = map(json.loads, path.read_text().splitlines())
+    head, *spans = json_rows(path)
     assert (head["role"], head["name"].rpartition("-")[2]) == ("generator", str(server.port))
     update = [span for span in spans if span["what"] == "update"][-1]
     halted = [span for span in spans if span["what"] == "halted"][-1]

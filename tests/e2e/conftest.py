@@ -66,7 +66,7 @@ class VllmServer:
         return answer
 
     def state(self) -> dict[str, object]:
-        answer: dict[str, object] = httpx.get(f"{self.url}/bridge/state", timeout=30).json()
+        answer: dict[str, object] = httpx.get(f"{self.url}/bridge/state", timeout=120).json()
         return answer
 
     @property

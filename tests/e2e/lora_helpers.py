@@ -75,13 +75,13 @@ def sample(server: VllmServer, version: int) -> list[dict[str, Any]]:
 
 
 def status(server: VllmServer) -> dict[str, Any]:
-    answer: dict[str, Any] = httpx.get(f"{server.url}/lora/status", timeout=30).json()
+    answer: dict[str, Any] = httpx.get(f"{server.url}/lora/status", timeout=120).json()
     return answer
 
 
 def metric(server: VllmServer, name: str) -> float:
     """Sum of a counter over its labels."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    text = httpx.get(f"{server.url}/metrics", timeout=120).text
     return sum(
         float(value)
         for value in re.findall(rf"^{re.escape(name)}(?:{{\S*)? (\S+)", text, re.MULTILINE)
@@ -90,7 +90,7 @@ def metric(server: VllmServer, name: str) -> float:
 
 def wait_for_requests(server: VllmServer, count: int) -> None:
     """Until so many requests use the newest adapter."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (found := status(server)["current"]["requests"]) != count:
         assert time.monotonic() < deadline, f"{found} requests use the newest adapter, not {count}"
 

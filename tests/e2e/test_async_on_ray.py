@@ -185,7 +185,7 @@ class Run:
         key = read_keys(self.folder)["ROLLOUT_API_KEY"]
         url, headers = "http://{}:{}".format(*found[-1]), {"Authorization": f"Bearer {key}"}
         try:
-            answer: dict[str, Any] = httpx.get(url + path, headers=headers, timeout=30).json()
+            answer: dict[str, Any] = httpx.get(url + path, headers=headers, timeout=120).json()
         except httpx.HTTPError:
             return None
         return answer

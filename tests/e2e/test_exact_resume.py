@@ -109,7 +109,9 @@ class Stack:
         }
 
     def stats(self) -> dict[str, Any]:
-        answer: dict[str, Any] = httpx.get(f"http://127.0.0.1:{self.port}/stats", timeout=30).json()
+        answer: dict[str, Any] = httpx.get(
+            f"http://127.0.0.1:{self.port}/stats", timeout=120
+        ).json()
         return answer
 
     def finish(self) -> tuple[dict[int, tuple[str, float, int]], str]:

@@ -180,7 +180,7 @@ def test_tokens_reach_the_front_end_in_few_messages(server: VllmServer) -> None:
         """Return the number of outputs with tokens that the front end has got, except each
         request's first one.
         """
-        text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
+        text = httpx.get(f"{server.url}/metrics", timeout=120).raise_for_status().text
         return sum(
             map(
                 float,

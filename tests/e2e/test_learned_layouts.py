@@ -114,7 +114,7 @@ def train(server: VllmServer, processes: Processes, port: int, folder: Path, tie
     service = f"http://127.0.0.1:{port}"
     for number in range(2):
         group = made_up_group(number)
-        httpx.post(f"{service}/scored_data", json=group, timeout=30).raise_for_status()
+        httpx.post(f"{service}/scored_data", json=group, timeout=120).raise_for_status()
     command = trainer_command(
         server.model,
         service,

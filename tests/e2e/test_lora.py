@@ -79,7 +79,7 @@ def joined(lora_server: VllmServer, tmp_path: Path) -> Iterator[tuple[LoraBridge
 
     The server serves the base model before and after.
     """
-    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
+    httpx.post(f"{lora_server.url}/lora/unload", timeout=120).raise_for_status()
     server = LoraServer("localhost", lora_server.port, BRIDGE_TIMEOUT, None, BRIDGE_TIMEOUT)
     bridge = LoraBridge([server], SETTINGS, tmp_path / "saved", str(lora_server.model))
     assert bridge.serving_dtype() is torch.float32
@@ -87,7 +87,7 @@ def joined(lora_server: VllmServer, tmp_path: Path) -> Iterator[tuple[LoraBridge
     bridge.connect(model)
     yield bridge, model
     bridge.close()
-    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
+    httpx.post(f"{lora_server.url}/lora/unload", timeout=120).raise_for_status()
 
 
 def test_every_adapter_is_served_as_the_merged_model(
@@ -125,7 +125,7 @@ def test_every_adapter_is_served_as_the_merged_model(
     }
     assert folders == {"v3"}
     assert served["retiring"] == []
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (served := status(lora_server))[
         "removing"
     ]:  # until the workers have answered that they hold the third alone
@@ -427,7 +427,7 @@ def test_a_server_that_lost_the_adapter_gets_it_again(
     bridge.keep_serving(lambda: None)
     assert status(lora_server)["current"]["version"] == 6
     httpx.post(
-        f"{lora_server.url}/lora/unload", timeout=30
+        f"{lora_server.url}/lora/unload", timeout=120
     ).raise_for_status()  # what a restart leaves: no adapter
     before = bridge.joins
     bridge.keep_serving(lambda: None)
@@ -444,7 +444,7 @@ def test_a_server_that_lost_the_adapter_gets_it_again(
 def test_training_serves_each_step_and_saves_what_peft_loads(
     lora_server: VllmServer, processes: Processes, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
-    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
+    httpx.post(f"{lora_server.url}/lora/unload", timeout=120).raise_for_status()
     api = f"http://127.0.0.1:{free_port()}"
     service = roles.service("127.0.0.1", int(api.rpartition(":")[2]))
     processes.start("service", service, environment={"PYTHONPATH": str(ROOT)}, directory=tmp_path)
@@ -498,7 +498,7 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
     assert status(lora_server)["current"]["version"] == 4
     assert not served.exists()  # the first trainer has ended and no request is served its adapter
     expect_peft_to_agree(lora_server, saved / "adapter_step_4")
-    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
+    httpx.post(f"{lora_server.url}/lora/unload", timeout=120).raise_for_status()
 
 
 def expect_peft_to_agree(server: VllmServer, adapter: Path) -> None:

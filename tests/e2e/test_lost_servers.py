@@ -63,7 +63,7 @@ class MortalServer:
 
 
 def config_of(server: VllmServer) -> Path:
-    return Path(httpx.get(f"{server.url}/bridge/info", timeout=30).json()["config_path"])
+    return Path(httpx.get(f"{server.url}/bridge/info", timeout=120).json()["config_path"])
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +99,13 @@ def test_a_server_that_was_killed_gets_the_present_weights_before_it_serves(
         bridge.keep_serving(write_again)  # it is away: nothing happens
         mortal.start_again(ready="/bridge/state")
         again = mortal.now
-        refused = httpx.get(f"{again.url}/health", timeout=30)
+        refused = httpx.get(f"{again.url}/health", timeout=120)
         assert (refused.status_code, again.state()["weight_version"]) == (503, 0)
         assert "waiting for its weights" in refused.json()["error"]
         before = bridge.joins
         bridge.keep_serving(write_again)
         assert bridge.joins == before + 1
-        assert httpx.get(f"{again.url}/health", timeout=30).status_code == 200
+        assert httpx.get(f"{again.url}/health", timeout=120).status_code == 200
         assert (
             again.state()["weight_version"],
             again.generate([1], max_tokens=1)["weight_versions"],
@@ -226,13 +226,13 @@ def test_a_trainer_of_two_ranks_that_waits_for_a_batch_brings_a_restarted_server
         {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "ranks"},
         directory=tmp_path,
     )
-    httpx.post(f"{service}/scored_data", json=made_up_group(0), timeout=30).raise_for_status()
+    httpx.post(f"{service}/scored_data", json=made_up_group(0), timeout=120).raise_for_status()
     processes.wait_for_text(trainer, "Step 1/2", seconds=120)
     mortal.kill()
     processes.wait_for_text(trainer, "does not answer; start it again", seconds=180)
     mortal.start_again()  # it generates, so it has weights that are trained on
     assert mortal.now.state()["weight_version"] == 1
-    httpx.post(f"{service}/scored_data", json=made_up_group(1), timeout=30).raise_for_status()
+    httpx.post(f"{service}/scored_data", json=made_up_group(1), timeout=120).raise_for_status()
     text = processes.finish(trainer, seconds=120)
     assert re.search(r"\[Fleet\] \S+ is back: serves version 1 ", text)
     assert "Training complete: 2 steps" in text
@@ -285,7 +285,7 @@ def engine_of(server: VllmServer) -> int:
 
 
 def weights(server: VllmServer) -> dict[str, Any]:
-    told: dict[str, Any] = httpx.get(f"{server.url}/weights", timeout=30).json()
+    told: dict[str, Any] = httpx.get(f"{server.url}/weights", timeout=120).json()
     return told
 
 
@@ -293,8 +293,15 @@ def until(processes: Processes, what: str, condition: Callable[[], bool]) -> Non
     processes.wait_until(what, lambda: None if condition() else "not yet", 240)
 
 
+def servers_that_serve(processes: Processes, servers: list[VllmServer]) -> list[VllmServer]:
+    """Wait until each server serves; an engine that was stopped before may still be healing."""
+    for server in servers:
+        until(processes, f"{server.url} to serve", lambda at=server: weights(at)["serving"])
+    return servers
+
+
 def sampled_tokens(server: VllmServer) -> float:
-    shown = httpx.get(f"{server.url}/metrics", timeout=30).text
+    shown = httpx.get(f"{server.url}/metrics", timeout=120).text
     return sum(
         float(number)
         for number in re.findall(r"^vllm:generation_tokens_total\S* (\S+)", shown, re.MULTILINE)
@@ -321,7 +328,7 @@ def test_requests_end_with_503_and_the_server_heals_by_itself(
 ) -> None:
     server, prompt = servers[0], [72, 101, 108, 108, 111]
     greedy = server.generate(prompt, temperature=0.0, max_tokens=16)
-    model = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"][0]["id"]
+    model = httpx.get(f"{server.url}/v1/models", timeout=120).json()["data"][0]["id"]
     completion = {"model": model, "prompt": prompt, "n": 8, **LONG}
     asked = {
         "/generate": {"prompt": {"prompt_token_ids": prompt}, "n": 16, **LONG},
@@ -345,8 +352,14 @@ def test_requests_end_with_503_and_the_server_heals_by_itself(
             last = [line.removeprefix("data: ") for line in stream.text.splitlines() if line][-1]
             assert stream.status_code == 503 or json.loads(last)["error"]["code"] == 503
             assert REASON in last
+            # A client has its answer a moment before vLLM lets go of its request.
+            until(
+                module_processes,
+                "the requests to be let go",
+                lambda: weights(server)["in_flight"] == 0,
+            )
             told = weights(server)
-            assert (told["serving"], told["in_flight"]) == (False, 0)
+            assert not told["serving"]
             assert REASON in told["trouble"]
             assert REASON in server.state()["engine_trouble"]  # type: ignore[operator]
             for method, path in (
@@ -355,13 +368,13 @@ def test_requests_end_with_503_and_the_server_heals_by_itself(
                 ("POST", "/generate"),
             ):
                 refused = httpx.request(
-                    method, f"{server.url}{path}", json=asked["/generate"], timeout=30
+                    method, f"{server.url}{path}", json=asked["/generate"], timeout=120
                 )
                 assert (refused.status_code, REASON in refused.text) == (503, True), path
         finally:
             os.kill(engine, signal.SIGCONT)
     until(module_processes, "the server to heal", lambda: weights(server)["serving"])
-    assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=120).status_code == 200
     assert (
         server.generate(prompt, temperature=0.0, max_tokens=16)["token_ids"] == greedy["token_ids"]
     )
@@ -398,12 +411,12 @@ def test_a_fleet_of_two_goes_on_without_the_one_that_is_stopped(
     caplog.set_level("INFO")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setattr(client, "MOVE_AFTER_SECONDS", 1.0)
-    good, faulty = servers
+    good, faulty = servers_that_serve(module_processes, servers)
     clients = [
         BridgeServer("localhost", server.port, BRIDGE_TIMEOUT, startup_timeout=120)
         for server in servers
     ]
-    bridge = BroadcastBridge(clients, patience=3.0)
+    bridge = BroadcastBridge(clients, patience=10.0)
     bridge.serving_dtype()
     model = load_model(str(good.model), bridge.serving_dtype())  # type: ignore[arg-type]
     bridge.connect(model)

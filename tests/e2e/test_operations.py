@@ -126,7 +126,7 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     eventually(
         lambda: (operations.status()["step"] or 0) >= 2,
         lambda: operations.type("status").stdout,
-        seconds=60,
+        seconds=120,
     )
     status = operations.status()
     assert status["good"]
@@ -202,7 +202,7 @@ def expect_all_to_end_with_what_matches(operations: Operations, pids: Iterable[i
     eventually(
         lambda: not any(map(command_line, spared)),
         lambda: f"{spared} outlived their servers",
-        seconds=5,
+        seconds=120,
     )
     eventually(
         lambda: not any(row["pid"] for row in operations.status()["rows"]),

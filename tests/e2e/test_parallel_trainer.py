@@ -63,7 +63,7 @@ def test_three_steps_of_a_trainer_of_several_ranks(
     processes.start_service(port)
     for number in range(STEPS):
         httpx.post(
-            f"http://127.0.0.1:{port}/scored_data", json=made_up_group(number), timeout=30
+            f"http://127.0.0.1:{port}/scored_data", json=made_up_group(number), timeout=120
         ).raise_for_status()
     command = ranks_command(flag, ranks, two_ranks, port, free_port(), tmp_path)
     trainer = processes.start(
@@ -81,7 +81,7 @@ def test_three_steps_of_a_trainer_of_several_ranks(
 
     trained = load_model(str(tmp_path / "checkpoints" / f"step_{STEPS}"), torch.float32)
     parameters = dict(trained.named_parameters())
-    info = httpx.get(f"{two_ranks.url}/bridge/info", timeout=30).json()
+    info = httpx.get(f"{two_ranks.url}/bridge/info", timeout=120).json()
     layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in info["ranks"]]
     expected = [
         weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout)

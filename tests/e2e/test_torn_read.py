@@ -185,7 +185,7 @@ def test_a_token_comes_from_one_set_of_weights(
 
 
 def sampled_so_far(server: VllmServer) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    text = httpx.get(f"{server.url}/metrics", timeout=120).text
     found = re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", text, re.MULTILINE)
     assert found, "vLLM counts its tokens under another name"
     return sum(map(float, found))
@@ -212,7 +212,7 @@ def test_the_engine_does_not_go_on_with_weights_that_were_not_announced(
             before = sampled_so_far(server)
             thread = threading.Thread(target=generate)
             thread.start()
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while sampled_so_far(server) == before and time.monotonic() < deadline:
                 time.sleep(0.01)
             with pytest.raises(
@@ -229,7 +229,7 @@ def test_the_engine_does_not_go_on_with_weights_that_were_not_announced(
                 counts.append(sampled_so_far(server))
             stopped = counts[-1] < before + LENGTH
             bridge.sync(version, new_weights(model, version + 100))
-            thread.join(60)
+            thread.join(120)
             (answer,) = answers
             if not stopped:
                 continue

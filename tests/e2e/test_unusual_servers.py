@@ -141,7 +141,7 @@ def child_called(title: bytes, of: int) -> int:
 
 def healthy(server: VllmServer) -> bool:
     try:
-        return httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+        return httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -185,7 +185,7 @@ def ends_though_it_owes_answers(server: VllmServer, processes: Processes) -> Non
         def idle() -> str | None:
             return (
                 None
-                if busy.search(httpx.get(f"{server.url}/metrics", timeout=30).text)
+                if busy.search(httpx.get(f"{server.url}/metrics", timeout=120).text)
                 else "it does not run"
             )
 
@@ -255,7 +255,7 @@ def test_turns(
         state = server.state()
         assert (state["turn"], state["healthy"], state["trouble"]) == ("training", True, "")
         assert "requests wait for the end of its turn" in str(state["turn_reason"])
-        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=120).status_code == 200
         assert not answers, "it is in the middle of a request"
         waiting = request([4, 5], 5)
         wait_for(lambda: in_flight(server) == 2)
@@ -334,14 +334,14 @@ def running_requests(server: VllmServer) -> float:
     """Requests that have taken part in a step, by vLLM's own count, which stands still with the
     engine.
     """
-    lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=120).text.splitlines()
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")
     )
 
 
 def in_flight(server: VllmServer) -> int:
-    count: int = httpx.get(f"{server.url}/weights", timeout=30).json()["in_flight"]
+    count: int = httpx.get(f"{server.url}/weights", timeout=120).json()["in_flight"]
     return count
 
 

@@ -154,7 +154,7 @@ def expect_version_3_to_be_served(
     run = marked_run(checkpoints)
     assert run is not None
     assert weights_of_an_answer() == ([3], [run.epoch])
-    assert "lockstep_weight_version 3.0" in httpx.get(f"{vllm}/metrics", timeout=30).text
+    assert "lockstep_weight_version 3.0" in httpx.get(f"{vllm}/metrics", timeout=120).text
 
     def not_shown() -> str | None:  # it is a moment after the row was written
         shown = httpx.get(f"http://localhost:{metrics_port}/metrics", timeout=60).text
@@ -232,7 +232,7 @@ def test_a_server_of_somebody_else_s_is_left_alone_and_no_state_is_kept(
         checkpoint_interval=1,
         num_threads=1,
     )
-    instance = httpx.get(f"{server.url}/weights", timeout=30).json()["instance"]
+    instance = httpx.get(f"{server.url}/weights", timeout=120).json()["instance"]
     post_groups(url, *range(5))
     trainer = processes.start("trainer", [*command, "--training-steps", "3"], may_finish=True)
     text = processes.finish(trainer, 200)
@@ -254,4 +254,4 @@ def test_a_server_of_somebody_else_s_is_left_alone_and_no_state_is_kept(
     assert "step_3 keeps no optimizer state: training goes on from its weights" in text
     assert "are 4 steps behind the trainer's" in text
     assert "Training complete: 5 steps" in text
-    assert httpx.get(f"{server.url}/weights", timeout=30).json()["instance"] == instance
+    assert httpx.get(f"{server.url}/weights", timeout=120).json()["instance"] == instance

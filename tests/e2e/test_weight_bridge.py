@@ -42,6 +42,7 @@ from tests.e2e.bridge_helpers import (
     wait_for_state,
 )
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model
+from tests.light_servers import SOON
 
 pytestmark = pytest.mark.e2e
 
@@ -51,10 +52,10 @@ KINDS = ("direct", "overlapped", "single_copy")
 
 def wait_until_generating(server: VllmServer, asking: threading.Thread) -> None:
     """Wait until a request runs, or until the request of `asking` has been answered."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + SOON
     while asking.is_alive() and not re.search(
         r"^vllm:num_requests_running\S* [1-9]",
-        httpx.get(f"{server.url}/metrics", timeout=30).text,
+        httpx.get(f"{server.url}/metrics", timeout=120).text,
         re.MULTILINE,
     ):
         assert time.monotonic() < deadline, "the request never ran"
@@ -65,7 +66,7 @@ def test_generate_equals_the_trainers_forward_pass(server: VllmServer) -> None:
 
 
 def test_a_server_says_that_it_is_not_deterministic(server: VllmServer) -> None:
-    answer = httpx.get(f"{server.url}/deterministic", timeout=30)
+    answer = httpx.get(f"{server.url}/deterministic", timeout=120)
     assert answer.status_code == 404
     assert "--deterministic" in answer.json()["error"]
 
@@ -75,7 +76,7 @@ def test_a_server_says_which_logprobs_it_hands_out(server: VllmServer) -> None:
     the model's own.
     """
     assert (
-        httpx.get(f"{server.url}/sampling", timeout=30).json()["logprobs_mode"]
+        httpx.get(f"{server.url}/sampling", timeout=120).json()["logprobs_mode"]
         == "processed_logprobs"
     )
     prompt, model = [72, 101, 108, 108, 111], load_model(str(server.model), torch.float32)
@@ -154,8 +155,9 @@ def test_a_request_across_an_update_says_which_tokens_are_whose(
             thread = threading.Thread(target=generate)
             thread.start()
             wait_until_generating(server, thread)
+            began = time.monotonic()
             bridge.sync(version, new_weights(model, version))
-            thread.join(60)
+            thread.join(SOON)
             (answer,) = answers
             crossed = 0
             for i, tokens in enumerate(answer["token_ids"]):
@@ -175,7 +177,7 @@ def test_a_request_across_an_update_says_which_tokens_are_whose(
             if crossed == 2:
                 stalled = stalled_of(server)
                 assert stalled is not None, "the server never said when its engine went on"
-                assert 0 < stalled < 10
+                assert 0 < stalled < time.monotonic() - began
                 require_timeline(server, version)
                 return
     pytest.fail("no update fell into a request")
@@ -210,13 +212,13 @@ def test_not_a_number_is_refused_before_it_is_served(
             )
         else:  # there is one copy, and it is spoilt: nothing may be sampled until it has been replaced
             assert state["state"] == "unhealthy"
-            assert httpx.get(f"{server.url}/health", timeout=30).status_code == 503
-            refused = httpx.post(f"{server.url}/generate", json={"prompt": "x"}, timeout=30)
+            assert httpx.get(f"{server.url}/health", timeout=120).status_code == 503
+            refused = httpx.post(f"{server.url}/generate", json={"prompt": "x"}, timeout=120)
             assert refused.status_code == 503
             assert "holds NaN" in refused.json()["error"]
             fresh = load_model(str(server.model), torch.float32)
             bridge.sync(1, lambda: model.load_state_dict(fresh.state_dict()))
-        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=120).status_code == 200
         assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
 
 
@@ -285,7 +287,7 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     )
     held.start()
     # It may write as soon as it goes on, whatever the checksum of the weights is now.
-    state = wait_for_state(server, "unhealthy", 2 * BRIDGE_TIMEOUT)
+    state = wait_for_state(server, "unhealthy")
     who = f"{os.uname().nodename}:{trainer.command_pid()}"
     assert (state["engine"], state["checksums"]) == ("paused", before["checksums"])
     assert f"nothing from trainer {who}" in str(state["last_error"])
@@ -307,8 +309,8 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     assert not asking, "a token was sampled from weights that might change under it"
 
     os.kill(trainer.command_pid(), signal.SIGCONT)
-    said = processes.finish(trainer, BRIDGE_TIMEOUT)
-    held.join(BRIDGE_TIMEOUT)
+    said = processes.finish(trainer, SOON)
+    held.join(SOON)
     assert "the server's lease ran out" in said
     assert "doing the update to version 1 again" in said
     state = server.state()
@@ -317,7 +319,7 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     spans = asking[0]["weight_version_spans"][0]
     # The old weights are served again between the lease's return and the update that is repeated.
     assert {version for version, _ in spans} <= {before["weight_version"], 1}
-    assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=120).status_code == 200
 
 
 def test_a_trainer_that_is_killed_before_its_first_write_leaves_the_old_version(
@@ -332,8 +334,8 @@ def test_a_trainer_that_is_killed_before_its_first_write_leaves_the_old_version(
     )
     held.start()
     processes.kill(trainer)
-    state = wait_for_state(server, "serving", BRIDGE_TIMEOUT)
-    held.join(BRIDGE_TIMEOUT)
+    state = wait_for_state(server, "serving")
+    held.join(SOON)
     assert (state["weight_version"], state["checksums"]) == (
         before["weight_version"],
         before["checksums"],
@@ -368,11 +370,11 @@ def test_a_server_in_quarantine_answers_nothing_until_a_full_update(
         client.quarantine(int(str(server.state()["epoch"])), "it was late")
         for route in ("health", "weights"):
             assert (
-                "in quarantine: it was late" in httpx.get(f"{server.url}/{route}", timeout=30).text
+                "in quarantine: it was late" in httpx.get(f"{server.url}/{route}", timeout=120).text
             )
         assert (server.state()["state"], server.state()["engine"]) == ("unhealthy", "paused")
         bridge.sync(1, new_weights(model, 1))
-        told = httpx.get(f"{server.url}/weights", timeout=30).json()
+        told = httpx.get(f"{server.url}/weights", timeout=120).json()
         assert (told["serving"], told["weight_version"], told["trouble"]) == (True, 1, "")
         assert largest_difference(server, model) < TOLERANCE
 
@@ -451,7 +453,7 @@ def test_the_promised_lines_are_in_the_log(server: VllmServer) -> None:
 
 
 def test_the_config_file_is_private_and_complete(server: VllmServer) -> None:
-    path = Path(httpx.get(f"{server.url}/bridge/info", timeout=30).json()["config_path"])
+    path = Path(httpx.get(f"{server.url}/bridge/info", timeout=120).json()["config_path"])
     assert path.name == "vllm_bridge_config.json"
     assert path.stat().st_mode & 0o777 == 0o600
     assert "model.layers.1.mlp.gate_up_proj.weight" in path.read_text()

@@ -14,7 +14,7 @@ from tests.conftest import ROOT, Processes
 from tests.forked_commands import FORK_CHILDREN, run_command
 from tests.typed_page import blocks, command_lines, words_of, write_files
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 PAGE = ROOT / "docs" / "your-loss.md"
 STEPS = 3
 

@@ -32,7 +32,7 @@ answer.
 """
 
 _CLONE_NEWNET = 0x40000000
-_SECONDS = 30.0
+_SECONDS = 120.0
 _TOOLS = ("unshare", "nsenter", "ip", "tc", "mount", "sysctl")
 _NAMESPACES = ("--net", "--mount", "--uts")
 _FORKED = "--kill-child"

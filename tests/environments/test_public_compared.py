@@ -53,7 +53,9 @@ def test_a_post_that_was_cut_off_does_not_reach_the_service() -> None:
     with socket.create_server(("127.0.0.1", 0)) as service:
         service.settimeout(1.0)
         with Recorder(service.getsockname()[1]) as recorder:
-            with socket.create_connection(recorder.server.server_address[:2], timeout=10) as client:
+            with socket.create_connection(
+                recorder.server.server_address[:2], timeout=120
+            ) as client:
                 client.sendall(b"POST /scored_data HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
                 client.shutdown(socket.SHUT_WR)
                 assert client.recv(1) == b"", "the connection is closed without an answer"

@@ -62,18 +62,18 @@ class Trainers:
         self.point, self.passes = "", 0
         self.faults: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._in_hand = -1
-        httpx.get(f"{url}/reset_data", timeout=30).raise_for_status()
+        httpx.get(f"{url}/reset_data", timeout=120).raise_for_status()
         self._watch(monkeypatch)
 
     def post(self, *numbers: int) -> None:
         for number in numbers:
             httpx.post(
-                f"{self.url}/scored_data", json=made_up_group(number), timeout=30
+                f"{self.url}/scored_data", json=made_up_group(number), timeout=120
             ).raise_for_status()
 
     def stats(self) -> dict[str, Any]:
         """The statistics of the service."""
-        answer: dict[str, Any] = httpx.get(f"{self.url}/stats", timeout=30).json()
+        answer: dict[str, Any] = httpx.get(f"{self.url}/stats", timeout=120).json()
         return answer
 
     def train(self, *options: str, point: str = "", passes: int = 1) -> bool:
@@ -84,7 +84,7 @@ class Trainers:
         self.point, self.passes = point, passes
         words = small_flags(self.model, self.url, self.folder, training_steps=STEPS)
         words += roles.flags(batch_size=4, gradient_accumulation_steps=1, device="cpu")
-        words += roles.flags(batch_timeout=20, service_timeout=10)
+        words += roles.flags(batch_timeout=120, service_timeout=120)
         try:
             grpo.train(parse_config([*words, *options]), StopSignal())
         except Killed:

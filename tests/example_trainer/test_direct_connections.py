@@ -83,8 +83,8 @@ def ask_sampler(port: int, _: Path) -> object:
 
 
 CLIENTS: dict[str, Callable[[int, Path], object]] = {
-    "bridge": lambda port, _: BridgeServer("127.0.0.1", port, 5.0).has_restarted(),
-    "lora": lambda port, _: LoraServer("127.0.0.1", port, 5.0).has_lost_adapter(),
+    "bridge": lambda port, _: BridgeServer("127.0.0.1", port, 60.0).has_restarted(),
+    "lora": lambda port, _: LoraServer("127.0.0.1", port, 60.0).has_lost_adapter(),
     "rollouts": ask_rollouts,
     "legacy server": ask_owned,
     "samples of the deterministic check": ask_sampler,
@@ -169,7 +169,7 @@ def test_no_connection_is_closed_while_threads_ask() -> None:
 
     with (
         HttpServer(answer, keep_alive=True) as server,
-        direct_client(server.url, 30.0) as client,
+        direct_client(server.url, 60.0) as client,
         ThreadPoolExecutor(threads) as pool,
     ):
 

@@ -8,7 +8,9 @@ import os
 import random
 import shlex
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from example_trainer.training.reference import ReferenceSettings
 from example_trainer.training.step import response_logprobs
 from tests.conftest import Processes
 from tests.example_trainer.batch.registration import REGISTRATION
+from tests.http_server import Answer, HttpServer, Request
 
 pytestmark = pytest.mark.nightly
 
@@ -71,6 +74,31 @@ def worker_command(url: str, name: str, model: Path = MODEL) -> list[str]:
     return roles.reference_worker(str(model), url, deterministic=True, name=name, lease_seconds=3)
 
 
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def gate(url: str, held: set[str], opened: threading.Event) -> HttpServer:
+    """Stand before the service, and hold what workers hand back until the gate is opened."""
+
+    def forward(request: Request) -> Answer:
+        if request.path == "/reference/done" and not opened.is_set():
+            held.add(request.json["worker"])
+            opened.wait(WAIT)
+        kind = {"Content-Type": "application/json"}
+        try:
+            answer = httpx.request(
+                request.method, url + request.path, content=request.body, headers=kind, timeout=WAIT
+            )
+        except httpx.HTTPError:
+            return None
+        return answer.status_code, answer.json()
+
+    return HttpServer(forward)
+
+
 def wishes(model: Any) -> Any:
     """The registration of a trainer that leaves its reference to workers."""
     reference = ReferenceSettings.of(CONFIG, model).for_the_wire()
@@ -88,7 +116,7 @@ def bits_of(parsed: Any) -> dict[Any, bytes]:
 
 
 def test_every_group_gets_the_trainers_own_bits_whoever_dies(
-    processes: Processes, free_port: Callable[[], int], tmp_path: Path
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path, stack: ExitStack
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -109,25 +137,24 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
     (tmp_path / "other").symlink_to(MODEL)
     told = ["sh", "-c", f'{shlex.join(worker("other", tmp_path / "other"))}; echo "status $?"']
     other = processes.start("other", told, may_finish=True)
-    doomed, halted = (processes.start(name, worker(name)) for name in ("doomed", "halted"))
+    held, opened = set[str](), threading.Event()
+    closed = partial(worker_command, stack.enter_context(gate(url, held, opened)).url)
+    doomed, halted = (processes.start(name, closed(name)) for name in ("doomed", "halted"))
     model = load_model(str(MODEL), torch.float32, "cpu", deterministic_decoder)
     client = RolloutClient(url, StopSignal(), service_timeout=60, batch_timeout=WAIT)
     client.register(wishes(model))
     httpx.post(f"{url}/scored_data_list", json=groups(), timeout=60).raise_for_status()
 
-    def leased(name: str) -> str | None:
-        rows = [row for row in seen()["workers"] if row["worker"] == name and row["leased"]]
-        return None if rows else f"none: {seen()}"
-
-    processes.wait_until("a lease of the worker that is stopped", lambda: leased("halted"), WAIT)
+    processes.wait_until(
+        "work of both", lambda: None if len(held) == 2 else f"{held}: {seen()}", WAIT
+    )
     os.kill(halted.command_pid(), signal.SIGSTOP)
     processes.kill(doomed)
-    answered_before = seen()["answered"]
-    assert answered_before < GROUPS
+    assert seen()["answered"] == 0
     one, two = (processes.start(name, worker(name)) for name in ("one", "two"))
     processes.wait_until(
         "an answer of another worker",
-        lambda: None if seen()["answered"] > answered_before else f"none: {seen()}",
+        lambda: None if seen()["answered"] else f"none: {seen()}",
         WAIT,
     )
     processes.kill(service)
@@ -141,6 +168,7 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
     assert "Stopped by SIGTERM" in one.log_path.read_text()
     processes.stop(two)
     # Others have answered what it had; from here on it works alone.
+    opened.set()
     os.kill(halted.command_pid(), signal.SIGCONT)
     client.acknowledge(batch.lease, 1)
     httpx.post(f"{url}/scored_data_list", json=groups(), timeout=60).raise_for_status()

@@ -33,7 +33,7 @@ def script() -> Iterator[ScriptedServer]:
 
 def test_an_answer_comes_back_and_the_key_goes_along(script: ScriptedServer) -> None:
     script.answers = [(200, {"token_ids": [[1]]})]
-    client = VLLMClient(script.url, 5.0, "secret")
+    client = VLLMClient(script.url, 60.0, "secret")
     assert client.call("/generate", {"n": 1}) == {"token_ids": [[1]]}
     (request,) = script.requests
     assert (request.method, request.path, request.headers["Authorization"], request.json) == (
@@ -61,7 +61,7 @@ def test_a_refusal_holds_the_servers_reason_and_its_status(
 ) -> None:
     script.answers = [answer]
     with pytest.raises(ServerRefused, match=f"^{script.url} {message}") as caught:
-        VLLMClient(script.url, 5.0).call("/step", {}, "the step")
+        VLLMClient(script.url, 60.0).call("/step", {}, "the step")
     assert caught.value.status == answer[0]
     assert isinstance(caught.value, BridgeError)
 
@@ -75,20 +75,20 @@ def test_silence_is_told_from_a_refusal(
             ServerSilent,
             match=rf"^{url} did not answer /step \(.+\); see the server's log, and restart it",
         ):
-            VLLMClient(url, 5.0).call("/step", {})
+            VLLMClient(url, 60.0).call("/step", {})
     assert len(script.requests) == 1  # a request that may have arrived is not sent twice
 
 
 @pytest.mark.parametrize("answer", [None, (503, {"error": "busy"}), (200, [1]), (200, b"hello")])
 def test_a_look_finds_an_object_or_nothing(script: ScriptedServer, answer: Answer) -> None:
-    client = VLLMClient(script.url, 5.0)
+    client = VLLMClient(script.url, 60.0)
     script.answers = [answer, (200, {"weight_version": 3})]
     assert client.look("/bridge/state") is None
     assert client.look("/bridge/state") == {"weight_version": 3}
 
 
 def test_a_look_at_a_server_that_has_left_finds_nothing(script: ScriptedServer) -> None:
-    client = VLLMClient(script.url, 5.0)
+    client = VLLMClient(script.url, 60.0)
     client.close()
     assert client.look("/bridge/info") is None
 
@@ -96,7 +96,7 @@ def test_a_look_at_a_server_that_has_left_finds_nothing(script: ScriptedServer) 
 def test_a_server_that_is_away_is_told_once_each_time(
     script: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = VLLMClient(script.url, 5.0)
+    client = VLLMClient(script.url, 60.0)
     script.answers = [None, None, (200, {}), None]
     for _ in range(4):
         client.watch("/bridge/state", "the weights")
@@ -113,7 +113,7 @@ def test_what_a_server_of_any_kind_still_lacks(
     script: ScriptedServer, answer: Answer, missing: str | None
 ) -> None:
     script.answers = [answer]
-    found = VLLMClient(script.url, 5.0).missing("/health")
+    found = VLLMClient(script.url, 60.0).missing("/health")
     assert (found is None) == (missing is None)
     if found is not None and missing is not None:
         assert found == missing or found.startswith("/health: ")
@@ -122,7 +122,7 @@ def test_what_a_server_of_any_kind_still_lacks(
 def test_a_server_that_loads_or_is_not_there_yet_is_waited_for(script: ScriptedServer) -> None:
     slept: list[float] = []
     script.answers = [None, (503, {"error": "loading"}), (200, {"instance": "one"})]
-    client = BridgeServer("127.0.0.1", script.port, 5.0, startup_timeout=60.0, sleep=slept.append)
+    client = BridgeServer("127.0.0.1", script.port, 60.0, startup_timeout=60.0, sleep=slept.append)
     assert client.wait_for_info() == {"instance": "one"}
     assert len(slept) == 2
 
@@ -150,12 +150,12 @@ def test_what_waiting_does_not_mend_is_told_at_once(
 
     script.answers = [answer]
     with pytest.raises(BridgeError, match=message):
-        kind("127.0.0.1", script.port, 5.0, None, 60.0, no_sleep).wait_for_info()
+        kind("127.0.0.1", script.port, 60.0, None, 60.0, no_sleep).wait_for_info()
 
 
 def test_a_deadline_ends_the_wait_with_both_remedies(script: ScriptedServer) -> None:
     script.answers = [(503, {"error": "still loading"})]
-    client = LoraServer("127.0.0.1", script.port, 5.0, None, 0.0)
+    client = LoraServer("127.0.0.1", script.port, 60.0, None, 0.0)
     with pytest.raises(
         BridgeError,
         match=r"no vLLM server .* after 0 s \(still loading\); start it .*--enable-lora.*--vllm-host.*--service-timeout",
@@ -168,19 +168,19 @@ def test_a_signal_ends_the_wait(script: ScriptedServer) -> None:
     stop = StopSignal()
     stop.request(15)
     with pytest.raises(StopRequested):
-        LoraServer("127.0.0.1", script.port, 5.0, None, 600.0, stop.wait).wait_for_info()
+        LoraServer("127.0.0.1", script.port, 60.0, None, 600.0, stop.wait).wait_for_info()
 
 
 def test_a_lost_lease_keeps_its_kind(script: ScriptedServer) -> None:
     script.answers = [(LEASE_LOST, {"error": "no lease is out"})]
     with pytest.raises(LeaseLost, match="refused /bridge/commit of version 3: no lease is out"):
-        BridgeServer("127.0.0.1", script.port, 5.0).commit(1, 3, ["00"])
+        BridgeServer("127.0.0.1", script.port, 60.0).commit(1, 3, ["00"])
 
 
 def test_an_adapter_is_loaded_again_by_a_server_that_came_back_without_it(
     script: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = LoraServer("127.0.0.1", script.port, 5.0, None, 60.0, lambda _: None, weight_epoch=7)
+    server = LoraServer("127.0.0.1", script.port, 60.0, None, 60.0, lambda _: None, weight_epoch=7)
     script.answers = [
         (200, {"name": "a1"}),
         None,
@@ -205,13 +205,13 @@ def test_an_adapter_that_the_server_cannot_see_is_told_with_the_remedy(
         BridgeError,
         match=r"refused the adapter of version 4: cannot read /x.*must see the same --save-path",
     ):
-        LoraServer("127.0.0.1", script.port, 5.0).load(Path("/x"), 4, "00")
+        LoraServer("127.0.0.1", script.port, 60.0).load(Path("/x"), 4, "00")
 
 
 def test_a_server_that_cannot_be_sampled_from_is_named_with_its_reason(
     script: ScriptedServer,
 ) -> None:
-    client = VLLMClient(script.url, 5.0)
+    client = VLLMClient(script.url, 60.0)
     script.answers = [(200, {"serving": False, "trouble": "the engine has not answered for 30 s"})]
     assert client.why_not_serving() == f"{script.url} (the engine has not answered for 30 s)"
     script.answers = [(404, {}), (503, {})]

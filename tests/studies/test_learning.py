@@ -384,7 +384,7 @@ def test_trainings_end_before_mps_also_beside_one_that_has_just_ended(
             children.append(child)
             sitting.running.append(trainings.Running(training, (0, 0), child, tmp_path, 0.0))
         deadline = time.monotonic() + 120
-        while children[0].poll() is None or "begun" not in (tmp_path / "1.log").read_text():
+        while children[0].poll() is None or "begun\n" not in (tmp_path / "1.log").read_text():
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert len(ends) == 2

@@ -233,6 +233,6 @@ def test_a_command_that_waits_stops_at_once(tmp_path: Path) -> None:
         assert waiting.stderr is not None
         assert "Waiting for the rollout service" in waiting.stderr.readline()
         waiting.send_signal(signal.SIGTERM)
-        assert waiting.wait(30) == 128 + signal.SIGTERM
+        assert waiting.wait(120) == 128 + signal.SIGTERM
         assert "--resume" in waiting.stderr.read()
     assert list(tmp_path.iterdir()) == []

@@ -153,7 +153,7 @@ def test_runs_and_groups_are_shown_from_their_files(tmp_path: Path, processes: P
     ]
     processes.start("view-run", command, may_finish=True)
     processes.wait_for_http(f"http://127.0.0.1:{port}/ui", seconds=180)
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as page:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as page:
         assert page.get("/").headers["location"] == "/ui"
         assert page.get("/ui", headers={"host": "evil.example"}).status_code == 403
         runs = {one["name"]: one for one in page.get("/ui/api/runs").json()["runs"]}

@@ -153,6 +153,8 @@ def test_a_run_whose_processes_were_killed_is_not_shown_as_well(
     origin = run.view(free_port())
     open_all_along = visit(origin)
     open_all_along.open("/ui")
+    # The service writes the file again after each event, and the page follows.
+    open_all_along.page.locator("#stack [data-state='good']").nth(3).wait_for()
     assert set(states_in(open_all_along).values()) == {"good"}, (
         "another process writes the files of a run that goes on"
     )

@@ -1,5 +1,5 @@
-"""The page as a person sees it: signing in, curves that grow, dark and narrow, by keyboard alone,
-after the run has ended.
+"""The page as a person sees it: curves that grow, dark and narrow, by keyboard alone, after the run
+has ended.
 """
 
 from __future__ import annotations
@@ -7,22 +7,17 @@ from __future__ import annotations
 import csv
 import io
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from tests.atroposlib.dashboard.made_up_run import MadeUpRun
-from tests.atroposlib.service.conftest import Service
 from tests.conftest import Processes
 from tests.headless_browser import LIVE, READY, Visit
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
-KEY = "a-key-that-nobody-guesses-0123456789"
 PAGES = {
     "Overview": "/ui",
     "Rollouts": "/ui/rollouts",
@@ -69,106 +64,6 @@ FOCUSED = """() => {
   return element === document.body || style.outlineStyle !== "none" || style.boxShadow !== "none" ? "" : element.outerHTML;
 }"""
 """Takes what has the focus off the list; what has it and does not show it."""
-
-
-@pytest.fixture(scope="module")
-def made_up(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Iterator[MadeUpRun]:
-    """A run of a service with a key, after thirty steps."""
-    folder = tmp_path_factory.mktemp("run")
-    flags = ("--store", str(folder / "rollouts.db"), "--run-folder", str(folder))
-    service = Service(folder, *flags, environ={"ROLLOUT_API_KEY": KEY}).start()
-    run = MadeUpRun(folder, service, tokenizer_dir, {"Authorization": f"Bearer {KEY}"})
-    run.begin()
-    run.step(30)
-    run.sample(
-        "What is 2 + 3?",
-        [b"2 + 3 = 5. \\boxed{5}", b"\\boxed{6}"],
-        [1.0, -1.0],
-        weight_versions=[3, 3],
-    )
-    yield run
-    assert service.signal(signal.SIGTERM) == 0, service.log.read_text()[-2000:]
-
-
-def sign_in(visit: Visit, path: str = "/ui", key: str = KEY) -> None:
-    """Open a page, be asked for the key, and give it."""
-    visit.page.goto(visit.origin + path)
-    visit.page.get_by_role("textbox", name="Key").fill(key)
-    visit.page.get_by_role("button", name="Sign in").click()
-
-
-@pytest.fixture
-def signed_in(made_up: MadeUpRun, visit: Callable[..., Visit]) -> Callable[..., Visit]:
-    """A function that begins a visit at which the key was given."""
-
-    def begin(path: str = "/ui", **options: Any) -> Visit:
-        begun = visit(made_up.origin, **options)
-        sign_in(begun, path)
-        begun.until(READY)
-        return begun
-
-    return begin
-
-
-def test_the_key_lets_in_and_a_wrong_one_does_not(
-    made_up: MadeUpRun, visit: Callable[..., Visit]
-) -> None:
-    stranger = visit(made_up.origin)
-    stranger.expect("status of 401")
-    page = stranger.page
-    sign_in(stranger, "/ui/weights", "a-wrong-key")
-    page.get_by_role("alert").filter(has_text="key").wait_for()
-    assert page.context.cookies() == []
-    assert "a-wrong-key" not in page.content() + page.url
-    page.get_by_role("textbox", name="Key").fill(KEY)
-    page.keyboard.press("Enter")
-    page.get_by_role("heading", name="Weights", level=1).wait_for()  # where the person wanted to go
-    (cookie,) = page.context.cookies()
-    assert (cookie["httpOnly"], cookie["sameSite"] in ("Lax", "Strict"), cookie["path"]) == (
-        True,
-        True,
-        "/ui",
-    )
-    assert KEY not in cookie["value"]
-    assert page.evaluate("document.cookie") == ""
-    page.get_by_role("button", name="Sign out").click()
-    page.get_by_role("heading", name="Sign in").wait_for()
-    page.goto(f"{made_up.origin}/ui")
-    page.get_by_role("heading", name="Sign in").wait_for()
-
-
-def test_who_comes_from_another_page_is_sent_to_no_other_host(
-    made_up: MadeUpRun, visit: Callable[..., Visit]
-) -> None:
-    lured = visit(made_up.origin)
-    sign_in(lured, "/ui/sign-in?next=//evil.example/ui")
-    lured.page.get_by_role("navigation", name="Pages").wait_for()
-
-
-def test_a_session_ends_and_says_so(tmp_path: Path, visit: Callable[..., Visit]) -> None:
-    service = Service(
-        tmp_path,
-        "--store",
-        "memory",
-        "--ui-session-seconds",
-        "10",
-        environ={"ROLLOUT_API_KEY": KEY},
-    ).start()
-    try:
-        guest = visit(f"http://127.0.0.1:{service.port}")
-        guest.expect("status of 401")
-        sign_in(guest, "/ui/weights")
-        guest.page.get_by_role("heading", name="Weights", level=1).wait_for()
-        guest.page.get_by_role(
-            "heading", name="Sign in"
-        ).wait_for()  # by itself: the stream reports that the session is over
-        assert "next=%2Fui%2Fweights" in guest.page.url
-        guest.page.get_by_role("textbox", name="Key").fill(KEY)
-        guest.page.keyboard.press("Enter")
-        guest.page.get_by_role("heading", name="Weights", level=1).wait_for()
-    finally:
-        guest.page.context.close()
-        service.signal(signal.SIGTERM)
 
 
 def test_curves_grow_while_one_looks(made_up: MadeUpRun, signed_in: Callable[..., Visit]) -> None:

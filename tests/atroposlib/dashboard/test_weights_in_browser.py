@@ -157,7 +157,7 @@ def test_what_a_server_serves_how_it_came_there_and_what_went_wrong(
     assert "the trainer's" not in words
     assert "longest gap\n1.25 s, at" in words
     gaps = seen.page.get_by_role("figure", name="Longest halt of an engine")
-    assert (gaps.get_attribute("data-points"), gaps.get_attribute("data-value")) == ("2", "1.25")
+    gaps.and_(seen.page.locator("[data-points='2'][data-value='1.25']")).wait_for()
 
     server.control(serving=False, trouble="a shape differs")
     server.bridge |= {

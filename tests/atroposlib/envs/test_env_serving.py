@@ -123,10 +123,14 @@ def test_two_runs_in_a_row_on_one_service(stack: Stack, shared_inference: str) -
             waiting, "run has ended; an environment that registers now waits for the next", 120
         )
     stack.control(version=0)
+    for waiting in second, third:  # neither registers before the question below
+        os.kill(waiting.command_pid(), signal.SIGSTOP)
     stack.register_trainer(num_steps=3)
     assert stack.next_batch() is None
     reason = httpx.get(f"{stack.service_url}/stats", timeout=60).json()["waiting_because"]
     assert "no environment is registered: start one" in reason
+    for waiting in second, third:
+        os.kill(waiting.command_pid(), signal.SIGCONT)
     for waiting in (
         second,
         third,

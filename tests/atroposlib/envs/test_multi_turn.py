@@ -104,12 +104,13 @@ async def make(shared_inference: str, tokenizer: Any) -> AsyncIterator[Make]:
 
 def control(url: str, **change: Any) -> int:
     """Return the number of requests so far."""
-    requests: int = httpx.post(f"{url}/control", json=change).raise_for_status().json()["requests"]
+    answer = httpx.post(f"{url}/control", json=change, timeout=120).raise_for_status()
+    requests: int = answer.json()["requests"]
     return requests
 
 
 def requests_after(url: str, number: int) -> list[dict[str, Any]]:
-    requests: list[dict[str, Any]] = httpx.get(f"{url}/requests").json()
+    requests: list[dict[str, Any]] = httpx.get(f"{url}/requests", timeout=120).json()
     return requests[number:]
 
 

@@ -218,7 +218,7 @@ def test_a_thread_that_hangs_is_left_behind_and_too_many_end_the_process(
 
     def hangs() -> str:
         """Hang in a thread, which nothing can end."""
-        release.wait(30)
+        release.wait(120)
         return "late"
 
     toolbox = box(hangs, seconds=0.02)

@@ -20,9 +20,12 @@ async def manager(shared_inference: str, tokenizer: Any) -> AsyncIterator[Server
 
 
 def control(manager: ServerManager, **change: Any) -> None:
-    httpx.post(f"{manager.servers[0].root_url}/control", json=change).raise_for_status()
+    httpx.post(
+        f"{manager.servers[0].root_url}/control", json=change, timeout=120
+    ).raise_for_status()
 
 
 def last_request(manager: ServerManager) -> dict[str, Any]:
-    request: dict[str, Any] = httpx.get(f"{manager.servers[0].root_url}/requests").json()[-1]
+    answer = httpx.get(f"{manager.servers[0].root_url}/requests", timeout=120)
+    request: dict[str, Any] = answer.json()[-1]
     return request

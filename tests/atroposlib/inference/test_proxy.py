@@ -65,7 +65,7 @@ async def test_what_another_program_asks_for_is_kept_token_for_token(
         )
         assert {node.weight_version for node in nodes} == {3}
         assert [managed.node_of(ours, index) for index in range(2)] == nodes[1:]
-        async with httpx.AsyncClient(base_url=proxy) as http:
+        async with httpx.AsyncClient(base_url=proxy, timeout=120) as http:
             empty = await http.post(
                 f"/{managed.session_uuid}/v1/chat/completions", json={"messages": []}
             )
@@ -97,7 +97,7 @@ async def test_what_another_program_asks_for_is_kept_token_for_token(
                 "a session keeps its server"
             )
         await client.close()
-    async with httpx.AsyncClient(base_url=proxy) as http:
+    async with httpx.AsyncClient(base_url=proxy, timeout=120) as http:
         assert (await http.get("/sessions")).json() == {"sessions": []}, (
             "a session ends with its block"
         )

@@ -141,7 +141,7 @@ async def test_the_key_reaches_both_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The environment and another program talk through a proxy that has a key."""
-    async with httpx.AsyncClient() as standin:
+    async with httpx.AsyncClient(timeout=120) as standin:
         await standin.post(f"{shared_inference}/control", json=CONTROLLED)
     port = free_port()
     flags = [
@@ -168,7 +168,7 @@ async def test_the_key_reaches_both_ends(
         answer = await managed.chat_completion(messages=ASK, max_tokens=32, temperature=0.0)
         assert answer.choices[0].message.content == "\\boxed{42}"
         async with httpx.AsyncClient(
-            base_url=managed.get_url(), headers={"Authorization": f"Bearer {KEY}"}
+            base_url=managed.get_url(), headers={"Authorization": f"Bearer {KEY}"}, timeout=120
         ) as theirs:
             assert (
                 await theirs.post("/chat/completions", json={"messages": ASK})

@@ -71,7 +71,7 @@ async def beside_a_busy_user() -> dict[str, object]:
     without end.
     """
     refuse_calls(("unshare", "mount", "setns", "pivot_root"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         box = LocalSandbox(Limits(seconds=30, cpu_seconds=10))
         await box.start()
         honest = asyncio.ensure_future(box.run(Program(THREADS_LATER, "answer", [[3]])))
@@ -98,7 +98,7 @@ async def main(way: str) -> dict[str, object]:
         landlock = (isolation.LANDLOCK_CREATE_RULESET,) if way in ("no landlock", "allowed") else ()
         refuse_calls(("unshare", "mount", "setns", "pivot_root"), landlock)
     allowed = ("files", "disk") if way == "allowed" else ()
-    box = LocalSandbox(Limits(seconds=4, cpu_seconds=1, memory=192 << 20), allowed, at_once=8)
+    box = LocalSandbox(Limits(seconds=60, cpu_seconds=1, memory=192 << 20), allowed, at_once=8)
     try:
         await box.start()
     except SandboxUnavailable as error:

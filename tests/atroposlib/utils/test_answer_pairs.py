@@ -4,6 +4,8 @@ import pytest
 
 from atroposlib.utils.math_scoring import compare_plainly, equal_in_this_process, last_boxed
 
+pytestmark = pytest.mark.nightly
+
 RIGHT = {
     "intervals with outward brackets": [
         ("(1,2]", "]1,2]"), ("(1,2)", "]1,2["), ("[1,2)", r"\left[1,2\right["), (r"(1,\infty)", r"]1,+\infty["),

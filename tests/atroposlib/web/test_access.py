@@ -205,7 +205,7 @@ def test_pages_are_refused_and_old_clients_are_not(tmp_path: Path) -> None:
             ("POST", "/scored_data"),
             ("OPTIONS", "/scored_data"),
         ):
-            answer = httpx.request(method, f"{address}{path}", headers=headers)
+            answer = httpx.request(method, f"{address}{path}", headers=headers, timeout=120)
             assert answer.status_code == 403, answer.text
             assert next(iter(headers.values())) in answer.json()["detail"]
             assert "access-control-allow-origin" not in answer.headers
@@ -227,8 +227,8 @@ def test_pages_are_refused_and_old_clients_are_not(tmp_path: Path) -> None:
         "a link in an e-mail reaches nothing"
     )
     assert asyncio.run(asked_by_aiohttp(f"{address}/status")) == 200
-    assert requests.get(f"{address}/info", timeout=30).status_code == 200
-    assert urllib.request.urlopen(f"{address}/batch", timeout=30).status == 200
+    assert requests.get(f"{address}/info", timeout=120).status_code == 200
+    assert urllib.request.urlopen(f"{address}/batch", timeout=120).status == 200
     curl = shutil.which("curl")
     assert (
         curl is None

@@ -111,7 +111,7 @@ def test_a_real_service_answers_429_with_the_seconds_to_wait(tmp_path: Path) -> 
     ).start()
     transport = httpx.HTTPTransport(local_address="127.0.0.9")
     with httpx.Client(
-        base_url=f"http://127.0.0.1:{service.port}", transport=transport, timeout=30
+        base_url=f"http://127.0.0.1:{service.port}", transport=transport, timeout=120
     ) as http:
         # The event is the first 429: on a slow machine the earliest guesses may have aged out by
         # then.

@@ -190,7 +190,7 @@ async def test_large_answers_of_one_path_take_turns() -> None:
 
 def test_small_requests_are_answered_while_large_bodies_have_all_the_space(tmp_path: Path) -> None:
     service = Service(
-        tmp_path, "--store", "memory", "--max-body-bytes", "2M", "--request-timeout", "30"
+        tmp_path, "--store", "memory", "--max-body-bytes", "2M", "--request-timeout", "120"
     ).start()
     service.begin(batch_size=4)
     head = f"POST /scored_data HTTP/1.1\r\nhost: localhost\r\ncontent-length: {2 << 20}\r\n\r\n".encode()
@@ -201,7 +201,7 @@ def test_small_requests_are_answered_while_large_bodies_have_all_the_space(tmp_p
         with socket.create_connection(("127.0.0.1", service.port)) as client:
             client.sendall(head + b" " * 1000)
             started.wait(60)
-            over.wait(60)
+            over.wait(120)
 
     stalling = [threading.Thread(target=stall) for _ in range(2)]
     for thread in stalling:

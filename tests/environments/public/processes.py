@@ -259,6 +259,6 @@ class Launcher:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(30)
-        self.reader.join(10)
+        self.process.wait(120)
+        self.reader.join(120)
         self.log.close()

@@ -120,7 +120,7 @@ class Failing:
             f"{service.place.url}/scored_data",
             json=group,
             headers=headers,
-            timeout=30,
+            timeout=120,
             trust_env=False,
         ).raise_for_status()
         self.posted = True

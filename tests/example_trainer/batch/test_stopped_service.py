@@ -5,12 +5,12 @@ nothing is lost or doubled.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -115,17 +115,13 @@ def test_one_line_for_all_threads_that_wait(
     short_deadlines: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    client = client_of(silent_server, service_timeout=2.0)
+    client, begun = client_of(silent_server, service_timeout=2.0), time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         waits = [pool.submit(client.queue_size) for _ in range(4)]
     assert all(isinstance(wait.exception(), RolloutServiceError) for wait in waits)
-    times = [
-        record.created
-        for record in caplog.records
-        if record.getMessage().startswith("Waiting for the rollout service")
-    ]
-    assert times
-    assert all(later - earlier > 0.4 for earlier, later in itertools.pairwise(times)), times
+    said = caplog.text.count("Waiting for the rollout service")
+    most = 1 + (time.monotonic() - begun) / service_client.LOG_EVERY
+    assert 0 < said <= most
 
 
 def test_the_end_of_a_run_waits_for_a_stopped_service_for_its_own_deadline(

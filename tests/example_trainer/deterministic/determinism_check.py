@@ -62,7 +62,7 @@ def check_with_vllm(
     model = load_model(
         folder, torch.bfloat16 if device == "cuda" else torch.float32, device, deterministic_decoder
     )
-    answer = httpx.get(f"{url}/deterministic", timeout=30)
+    answer = httpx.get(f"{url}/deterministic", timeout=120)
     if answer.status_code != 404:
         answer.raise_for_status()
     pair(

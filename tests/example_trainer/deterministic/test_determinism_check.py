@@ -23,6 +23,8 @@ from tests.example_trainer.deterministic import determinism_check
 from tests.http_server import Answer, HttpServer, Request
 from vllm_patching.batch_invariant import ops
 
+pytestmark = pytest.mark.nightly
+
 STARTER = Path(__file__).resolve().parents[3] / "assets" / "starter_model"
 CLOSING = "bitwise determinism verified"
 SAMPLES, LENGTH = 16, 6

@@ -67,7 +67,7 @@ while True:
     for port in ports:
         url, kept_out = f"http://localhost:{port}", (run / f"quarantine-{port}").exists()
         try:
-            with urllib.request.urlopen(url + "/weights", timeout=5) as answer:
+            with urllib.request.urlopen(url + "/weights", timeout=60) as answer:
                 instance = json.load(answer)["instance"]
             if not kept_out:
                 put(f"served-{port}.json", dict(instance=instance, version=version, epoch=epoch))
@@ -100,7 +100,12 @@ class SmallStack(Stack):
     environment_code: str = SLEEPER
 
     def _python(
-        self, part: str, code: str, *arguments: object, grace: float = 5.0, may_finish: bool = False
+        self,
+        part: str,
+        code: str,
+        *arguments: object,
+        grace: float = 60.0,
+        may_finish: bool = False,
     ) -> Command:
         words = (sys.executable, "-u", "-c", code, *map(str, arguments))
         return Command(part, words, {}, f"{part}.log", grace, may_finish)
@@ -117,7 +122,7 @@ class SmallStack(Stack):
         return self._python("environment", self.environment_code, may_finish=True)
 
     def trainer(self) -> Command:
-        grace = 1.0 if self.trainer_code == STUBBORN else 5.0
+        grace = 1.0 if self.trainer_code == STUBBORN else 60.0
         return self._python(
             "trainer",
             self.trainer_code,
@@ -134,5 +139,5 @@ def small_options(run: Path, ports: tuple[int, ...], parts: tuple[str, ...]) -> 
         run=run, parts=parts, model="owner/name", environment="arithmetic", bridge="broadcast", vllm_gpus=(), trainer_gpus=(),
         service_port=ports[0], vllm_ports=(ports[1], *ports[3:]), master_port=ports[2], metrics_port=0, steps=5, lr=None,
         batch_size=None,
-        restart_interval=2, service_args=(), vllm_args=(), environment_args=(), trainer_args=(), wait=30.0, links=False,
+        restart_interval=2, service_args=(), vllm_args=(), environment_args=(), trainer_args=(), wait=120.0, links=False,
     )  # fmt: skip

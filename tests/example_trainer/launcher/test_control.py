@@ -20,7 +20,7 @@ from atroposlib.utils.processes import Identity, identify
 from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ProcessDied
-from example_trainer.launcher import control
+from example_trainer.launcher import control, status
 from example_trainer.launcher.command_line import LauncherError
 from example_trainer.launcher.control import Part, Starter, claimed, stop_parts
 from example_trainer.launcher.options import parse
@@ -51,7 +51,13 @@ class Run:
         options = small_options(
             self.folder, self.ports, tuple(p for p in there if not parts or p in parts)
         )
-        Starter(SmallStack(options, **codes), self.said.append).run()
+        stack = SmallStack(options, **codes)
+        Starter(stack, self.said.append).run()
+        # Before its first line a command may not be there yet, and could overwrite a test's lines.
+        eventually(
+            lambda: all(stack.log(part).read_text().endswith("\n") for part in options.parts),
+            "not every command has begun",
+        )
 
     def stop(self, *parts: str) -> bool:
         return stop_parts(self.folder, parts or self.records.parts(), self.said.append)
@@ -72,7 +78,10 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Run]:
+def run(
+    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Run]:
+    monkeypatch.setattr(status, "PROBE_SECONDS", 60.0)  # the machine may be busy
     made = Run(tmp_path / "run", (free_port(), free_port(), free_port()))
     yield made
     made.stop()
@@ -207,7 +216,7 @@ def test_a_trainer_that_is_done_is_no_failure_and_one_that_failed_is(run: Run) -
     assert collect(run.folder).good
     run.stop("trainer")
     told = run.folder / "end"
-    waits = f"import os, sys, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.05)\nsys.exit(3)"
+    waits = f"import os, sys, time\nprint('waiting')\nwhile not os.path.exists({str(told)!r}): time.sleep(0.05)\nsys.exit(3)"
     run.start("environment", environment_code=waits)
     told.touch()
     eventually(lambda: run.states()["environment"] == "down", "the environment is still up")
@@ -232,10 +241,6 @@ def test_ports_that_are_taken_are_all_named(run: Run) -> None:
 
 def test_a_part_that_ignores_sigterm_is_killed_after_its_grace_period(run: Run) -> None:
     run.start("trainer", trainer_code=STUBBORN)
-    eventually(
-        lambda: "sleeping" in (run.folder / "trainer.log").read_text(),
-        "it does not ignore the signal yet",
-    )
     pids = run.pids()["trainer"]
     assert run.stop()
     assert "trainer      had to be killed" in run.text()
@@ -505,9 +510,7 @@ time.sleep(600)
 def test_a_server_that_the_trainer_owns_ends_with_the_trainer_and_not_before(run: Run) -> None:
     code = OWNS_A_SERVER.replace("sys.argv[1]", repr(str(run.folder / "trainer" / "vllm.log")))
     run.start("service", "trainer", "environment", trainer_code=code)
-    log = run.folder / "trainer.log"
-    eventually(lambda: log.read_text().endswith("\n"), "the server was not started")
-    server = int(log.read_text().split()[1])
+    server = int((run.folder / "trainer.log").read_text().split()[1])
     run.stop("environment")
     run.stop("service")
     assert alive([server]) == [server]

@@ -94,7 +94,7 @@ def test_a_shell_reads_the_file_as_we_do(
     assert read_keys(run)[VLLM] == key
     command = f'. {shlex.quote(str(run / KEYS_FILE))}; printf %s "$VLLM_API_KEY"'
     assert (
-        subprocess.run(["sh", "-c", command], capture_output=True, check=True, timeout=30).stdout
+        subprocess.run(["sh", "-c", command], capture_output=True, check=True, timeout=120).stdout
         == key.encode()
     )
 

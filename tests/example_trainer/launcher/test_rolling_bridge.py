@@ -39,7 +39,7 @@ from example_trainer.weight_bridge.service_board import ServiceBoard
 from example_trainer.weight_bridge.server import BridgeServer
 from tests.fleet_server import tiny_model
 service, os.environ["MASTER_PORT"], *ports = sys.argv[1:]
-servers = [BridgeServer("localhost", int(port), 20.0, None, 60.0, time.sleep, 5) for port in ports]
+servers = [BridgeServer("localhost", int(port), 60.0, None, 120.0, time.sleep, 5) for port in ports]
 board = ServiceBoard(service, os.environ["ROLLOUT_API_KEY"])
 bridge, model, version = BroadcastBridge(servers, "direct", patience=2.0, board=board), tiny_model(full=True), 0
 bridge.serving_dtype()
@@ -111,7 +111,7 @@ def test_training_goes_on_while_each_server_is_restarted(
         PatientStarter(stack, said.append).run()
         both_are_good(at_least=2)
         before = steps()
-        Roller(stack, said.append, 60).run(())
+        Roller(stack, said.append, 180).run(())
         assert steps() > before + 5, "training waited"
         both_are_good(at_least=before + 6)
         for server in range(2):

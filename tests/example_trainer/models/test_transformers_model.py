@@ -24,12 +24,12 @@ from example_trainer.models.packing import Packing
 from example_trainer.models.transformers_layout import transformers_geometry
 from example_trainer.models.transformers_model import TransformersModel
 from example_trainer.observe.perf import matrix_elements
-from tests.example_trainer.models.transformers_cases import CONFIGS, checkpoint
+from tests.example_trainer.models.transformers_cases import CONFIGS, SAMPLE, checkpoint
 
 LENGTHS = (9, 1, 17, 3)
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=SAMPLE)
 def name(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     return chosen

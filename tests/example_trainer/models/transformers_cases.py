@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -114,6 +117,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Keys of config.json, by the first part of the names of transformers' classes."""
+SAMPLE = ("GptOss", "Qwen3Next", "Qwen2_5_VL")
+"""Names of CONFIGS that the default tier tries: experts and sinks, recurrent layers, and images."""
 
 
 BLOCKS = (
@@ -149,5 +154,12 @@ def checkpoint(name: str, dtype: torch.dtype = torch.float32) -> Path:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.2)
     folder = Path(mkdtemp(prefix=f"transformers-{name}-"))
+    atexit.register(_remove, folder, os.getpid())
     model.save_pretrained(folder)
     return folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Remove a folder at the end of the process that made it, and not at a forked child's end."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder)

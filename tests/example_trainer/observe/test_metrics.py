@@ -228,7 +228,7 @@ class SlowWandb:
         return self
 
     def log(self, row: dict[str, float], step: int) -> None:
-        assert self.let.wait(30)
+        assert self.let.wait(120)
         if self.error is not None:
             raise self.error
         self.rows.append((step, row))

@@ -19,10 +19,12 @@ from example_trainer.process import run
 from example_trainer.training import step
 
 GRACE_SECONDS = 2.0
+"""Limit of the wait for a rank that does not come; ranks that all run out of memory have time."""
 
 if __name__ == "__main__":
     ranks, call, options = sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3:]
-    step.GRACE_SECONDS = GRACE_SECONDS
+    if len(ranks) == 1:
+        step.GRACE_SECONDS = GRACE_SECONDS
     forward, calls = Layer.forward, 0
 
     def forward_until(layer: Layer, *arguments: Any) -> Any:

@@ -5,6 +5,7 @@ spreading must equal.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,20 @@ TOKENS = 90
 
 MIXTURE = 11
 """The number of the case that is a mixture of experts."""
+
+
+@dataclass
+class Mesh:
+    """One rank's view of a line of ranks, as FsdpShards sees it."""
+
+    rank: int
+    ranks: int
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+    def size(self) -> int:
+        return self.ranks
 
 
 def make_geometry(seed: int) -> Geometry:

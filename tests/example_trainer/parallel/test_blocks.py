@@ -14,6 +14,7 @@ from example_trainer.models.shards import Shards, Split
 from example_trainer.parallel.fsdp import FsdpShards
 from example_trainer.parallel.tensor import TensorParallelShards
 from example_trainer.training.quantised import QUANTISED_BLOCK, can_be_quantised, scale_shape
+from tests.example_trainer.parallel.spread_cases import Mesh
 from vllm_patching.weights.families import Geometry
 
 GEOMETRY = Geometry(
@@ -23,23 +24,10 @@ GEOMETRY = Geometry(
 RANKS = 4
 
 
-class Mesh:
-    """One rank's view of a line of ranks, as FsdpShards sees it."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def get_local_rank(self) -> int:
-        return self.rank
-
-    def size(self) -> int:
-        return RANKS
-
-
 def ranks_of(kind: str, shapes: dict[str, tuple[int, ...]]) -> list[Shards]:
     if kind == "tensor parallel":
         return [TensorParallelShards(GEOMETRY, Split(rank, RANKS, None)) for rank in range(RANKS)]
-    found: list[Shards] = [FsdpShards(Mesh(rank)) for rank in range(RANKS)]  # type: ignore[arg-type]
+    found: list[Shards] = [FsdpShards(Mesh(rank, RANKS)) for rank in range(RANKS)]  # type: ignore[arg-type]
     for shards in found:
         for name, shape in shapes.items():
             shards.whole_shape(name, torch.empty(shape, device="meta"))

@@ -37,7 +37,7 @@ def start(processes: Processes, count: int, *what: str) -> ManagedProcess:
 
 def wait_for_ranks(processes: Processes, launcher: ManagedProcess, count: int) -> list[int]:
     """Process ids of all ranks, once they handle signals."""
-    pattern = re.compile(r"rank (\d+) pid (\d+)")
+    pattern = re.compile(r"rank (\d+) pid (\d+)\n")
     found: dict[int, int] = {}
 
     def ready() -> str | None:
@@ -109,15 +109,14 @@ def test_a_signal_to_every_process_of_the_job_is_not_a_second_one(
     """As a service manager sends it: to the ranks, and to the launcher, which forwards it."""
     with RankProcesses([sys.executable, str(SCRIPT), "signalled"], 2) as ranks:
         text, deadline = "", time.monotonic() + 60
-        while text.count(" pid ") < 2 and time.monotonic() < deadline:
+        while len(pids := re.findall(r"pid (\d+)\n", text)) < 2 and time.monotonic() < deadline:
             text += capfd.readouterr().out
             time.sleep(0.02)
         ranks.poll()
-        pids = [int(pid) for pid in re.findall(r"pid (\d+)", text)]
-        for pid in pids:
+        for pid in map(int, pids):
             os.kill(pid, signal.SIGTERM)
         while (
-            any(signal.SIGTERM in caught_signals(pid) for pid in pids)
+            any(signal.SIGTERM in caught_signals(int(pid)) for pid in pids)
             and time.monotonic() < deadline
         ):
             time.sleep(0.01)

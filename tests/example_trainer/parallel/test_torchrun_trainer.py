@@ -226,7 +226,7 @@ def test_ranks_that_all_run_out_of_memory_keep_what_was_learned_and_go_on_behind
     run.processes.stop(trainer)
     text = run.train(*OPTIONS, "--resume", "auto")
     assert f"Step 3/{STEPS} " in text
-    assert httpx.get(f"{run.url}/status", timeout=30).json()["queue_size"] == 0, (
+    assert httpx.get(f"{run.url}/status", timeout=120).json()["queue_size"] == 0, (
         "five batches for four steps"
     )
 
@@ -258,7 +258,7 @@ def test_ranks_that_run_out_behind_the_first_update_of_a_batch_keep_that(
     run.processes.stop(trainer)
     text = run.train(*OPTIONS, "--resume", "auto")
     assert f"Step 3/{STEPS} " in text
-    assert httpx.get(f"{run.url}/status", timeout=30).json()["queue_size"] == 0, (
+    assert httpx.get(f"{run.url}/status", timeout=120).json()["queue_size"] == 0, (
         "four batches for four steps"
     )
 

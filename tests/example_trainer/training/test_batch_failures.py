@@ -33,7 +33,7 @@ EACH = ("--checkpoint-interval", "1", "--resume", "auto")
 
 def set_aside(url: str) -> list[dict[str, Any]]:
     """Ask the service for the batches that it hands out no more."""
-    answer: dict[str, Any] = httpx.get(f"{url}/batch/set-aside", timeout=30).json()
+    answer: dict[str, Any] = httpx.get(f"{url}/batch/set-aside", timeout=120).json()
     assert answer["total"] == len(answer["batches"])
     return list(answer["batches"])
 
@@ -56,7 +56,7 @@ def test_a_nan_ends_two_trainers_and_the_third_goes_on_behind_its_batch(trainers
     trainers.faults[1] = lambda logprobs: logprobs * torch.nan
     trainers.post(*range(STEPS + 1))
     for _ in range(2):
-        assert "batches_set_aside" not in httpx.get(f"{trainers.url}/status", timeout=30).json()
+        assert "batches_set_aside" not in httpx.get(f"{trainers.url}/status", timeout=120).json()
         with pytest.raises(NonFiniteError):
             trainers.train(*EACH)
     (aside,) = set_aside(trainers.url)
@@ -65,12 +65,14 @@ def test_a_nan_ends_two_trainers_and_the_third_goes_on_behind_its_batch(trainers
     assert [(one["id"], one["sequences"]) for one in aside["groups"]] == [(1, 4)]
     assert trainers.train(*EACH)
     assert trainers.line == [0, 2, 3, 4]
-    assert httpx.get(f"{trainers.url}/status", timeout=30).json()["batches_set_aside"] == 1
-    assert "rollout_batches_set_aside 1.0" in httpx.get(f"{trainers.url}/metrics", timeout=30).text
-    kept = httpx.get(f"{trainers.url}/batch/set-aside", params={"batch_id": 2}, timeout=30).json()
+    assert httpx.get(f"{trainers.url}/status", timeout=120).json()["batches_set_aside"] == 1
+    assert "rollout_batches_set_aside 1.0" in httpx.get(f"{trainers.url}/metrics", timeout=120).text
+    kept = httpx.get(f"{trainers.url}/batch/set-aside", params={"batch_id": 2}, timeout=120).json()
     assert kept["batch"][0]["tokens"] == made_up_group(1)["tokens"]
     assert (
-        httpx.get(f"{trainers.url}/batch/set-aside", params={"batch_id": 1}, timeout=30).status_code
+        httpx.get(
+            f"{trainers.url}/batch/set-aside", params={"batch_id": 1}, timeout=120
+        ).status_code
         == 404
     )
 
@@ -89,7 +91,7 @@ def test_too_many_skipped_batches_and_an_error_while_packing_count_too(
     monkeypatch.setattr(BatchReader, "read", fail)
     foreign = made_up_group(0)
     foreign["tokens"][0][-1] = foreign["masks"][0][-1] = 61
-    httpx.post(f"{trainers.url}/scored_data", json=foreign, timeout=30).raise_for_status()
+    httpx.post(f"{trainers.url}/scored_data", json=foreign, timeout=120).raise_for_status()
     trainers.post(1, *range(2, STEPS + 2))
     for _ in range(2):
         with pytest.raises(BatchError):

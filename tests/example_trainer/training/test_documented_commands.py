@@ -35,6 +35,8 @@ from tests.example_trainer.training.memory_cases import request
 from tests.example_trainer.training.model_configs import MODEL_CONFIGS, PARAMETERS
 from vllm_patching.weights.families import Geometry
 
+pytestmark = pytest.mark.nightly
+
 HEADLINE = "Qwen/Qwen2.5-14B-Instruct"
 
 

@@ -94,7 +94,7 @@ def test_the_batch_of_another_services_life_is_left_alone(
     """
     trainers.post(*range(2))
     assert not trainers.train("--checkpoint-interval", "1", point="acknowledging")
-    httpx.get(f"{trainers.url}/reset_data", timeout=30).raise_for_status()
+    httpx.get(f"{trainers.url}/reset_data", timeout=120).raise_for_status()
     trainers.post(*range(1, 4))
     assert trainers.train("--checkpoint-interval", "1", "--resume", "auto")
     assert trainers.line == list(range(STEPS))
@@ -191,7 +191,7 @@ def test_a_fresh_run_in_a_used_folder_is_the_one_that_auto_continues(trainers: T
     trainers.post(*range(STEPS))
     assert trainers.train()
     old = trainers.saved()[STEPS]
-    httpx.get(f"{trainers.url}/reset_data", timeout=30).raise_for_status()
+    httpx.get(f"{trainers.url}/reset_data", timeout=120).raise_for_status()
     trainers.post(*range(10, 10 + STEPS))
     assert not trainers.train("--checkpoint-interval", "1", point="acknowledged", passes=2)
     fresh = trainers.saved()
@@ -216,7 +216,7 @@ def test_a_new_run_in_an_emptied_folder_gets_nothing_of_the_one_before_it_though
 
     def register_and_post(client: RolloutClient, registration: Any) -> None:
         registered(client, registration)
-        receipt = httpx.post(f"{trainers.url}/scored_data", json=left_over, timeout=30).json()
+        receipt = httpx.post(f"{trainers.url}/scored_data", json=left_over, timeout=120).json()
         assert receipt["status"] == "dropped"
         trainers.post(*range(10, 10 + STEPS))
 

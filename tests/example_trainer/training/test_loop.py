@@ -94,7 +94,7 @@ def test_the_speed_counts_what_went_through_the_model(trainers: Trainers) -> Non
     """
     for number in range(STEPS):
         group = made_up_group(number) | {"scores": [0.5] * 4}
-        httpx.post(f"{trainers.url}/scored_data", json=group, timeout=30).raise_for_status()
+        httpx.post(f"{trainers.url}/scored_data", json=group, timeout=120).raise_for_status()
     assert trainers.train()
     for row in trainers.rows():
         seconds = row["seconds_wait"] + row["seconds_train"] + row["seconds_sync"]
@@ -111,7 +111,7 @@ def test_evaluations_are_written_down_once_by_a_run_that_is_resumed(
             "weight_version": version,
             "metrics": {"eval/percent_correct": percent},
         }
-        httpx.post(f"{trainers.url}/evaluations", json=result, timeout=30).raise_for_status()
+        httpx.post(f"{trainers.url}/evaluations", json=result, timeout=120).raise_for_status()
 
     def written() -> list[tuple[int, dict[str, float]]]:
         lines = (trainers.folder / "logs" / "evaluations.jsonl").read_text().splitlines()

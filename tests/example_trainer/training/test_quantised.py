@@ -50,6 +50,8 @@ class Net(nn.Module):
         return found
 
 
+pytestmark = pytest.mark.nightly
+
 IN_8_BITS = {"embed.weight", "inner.weight", "experts"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

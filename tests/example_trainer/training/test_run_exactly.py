@@ -166,7 +166,7 @@ class Run:
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()), name="environment")
         thread.start()
-        assert ready.wait(30)
+        assert ready.wait(120)
         self._environment = (started[0], started[1], thread)
 
     def kill_environment(self) -> None:
@@ -174,7 +174,7 @@ class Run:
             event_loop, task, thread = self._environment
             with contextlib.suppress(RuntimeError):  # it has come to its end
                 event_loop.call_soon_threadsafe(task.cancel)
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive()
 
     def train(self, interval: int, *options: str, point: str = "", passes: int = 1) -> bool:
@@ -186,7 +186,7 @@ class Run:
         words = small_flags(self.model, self.url, self.folder, training_steps=STEPS)
         words += roles.flags(batch_size=GROUP * GROUPS, gradient_accumulation_steps=1)
         words += roles.flags(max_staleness=0, checkpoint_interval=interval)
-        words += roles.flags(batch_timeout=60, service_timeout=30, device="cpu")
+        words += roles.flags(batch_timeout=120, service_timeout=120, device="cpu")
         try:
             grpo.train(parse_config([*words, *options]), StopSignal())
         except Killed:

@@ -50,7 +50,7 @@ class InPasses:
 def post_of_another_tokenizer(trainers: Trainers, number: int) -> None:
     group = made_up_group(number)
     group["tokens"][0][-1] = group["masks"][0][-1] = 61
-    httpx.post(f"{trainers.url}/scored_data", json=group, timeout=30).raise_for_status()
+    httpx.post(f"{trainers.url}/scored_data", json=group, timeout=120).raise_for_status()
 
 
 def test_a_batch_without_anything_to_train_on_is_left_out(
@@ -110,7 +110,7 @@ def test_what_a_left_out_batch_left_behind_is_in_no_gradient(trainers: Trainers)
     trainers.post(*range(STEPS))
     assert trainers.train(*parts)
     whole = trainers.weights()
-    httpx.get(f"{trainers.url}/reset_data", timeout=30).raise_for_status()
+    httpx.get(f"{trainers.url}/reset_data", timeout=120).raise_for_status()
     trainers.post(0, 9, 1, 2, 3)
     trainers.faults[9] = third = InPasses(nothing_left, [3])
     assert trainers.train(*parts)

@@ -31,7 +31,7 @@ from example_trainer.training.optimizer import MasterAdamW, make_optimizer
 from example_trainer.training.runs import Run, SavedStep
 from example_trainer.training.step import BatchGradients, make_objective
 from example_trainer.weight_bridge.base import NoBridge
-from tests.example_trainer.models.transformers_cases import CONFIGS, checkpoint
+from tests.example_trainer.models.transformers_cases import SAMPLE, checkpoint
 from tests.example_trainer.training.test_step import make_groups, packed
 
 RUN = Run("a", "model", (TrainerSession(1000, 0),))
@@ -70,7 +70,7 @@ def train(
     return gradients.row()
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=SAMPLE)
 def name(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     return chosen

@@ -362,7 +362,7 @@ def test_a_run_whose_later_updates_all_fail_ends_with_what_was_learned(
 def post_without_logprobs(trainers: Trainers, number: int) -> None:
     group = made_up_group(number)
     del group["inference_logprobs"]
-    httpx.post(f"{trainers.url}/scored_data", json=group, timeout=30).raise_for_status()
+    httpx.post(f"{trainers.url}/scored_data", json=group, timeout=120).raise_for_status()
 
 
 def test_rollouts_without_logprobs_are_corrected_by_nothing(
@@ -374,7 +374,7 @@ def test_rollouts_without_logprobs_are_corrected_by_nothing(
     assert trainers.train()
     assert [row["missing_rollout_logprobs"] for row in trainers.rows()] == [1, 1, 0, 0]
     assert caplog.text.count("is not corrected (--correction token_truncate does nothing)") == 1
-    httpx.get(f"{trainers.url}/reset_data", timeout=30).raise_for_status()
+    httpx.get(f"{trainers.url}/reset_data", timeout=120).raise_for_status()
     post_without_logprobs(trainers, 0)
     trainers.post(*range(1, STEPS + 1))
     assert trainers.train("--correction", "token_mask")

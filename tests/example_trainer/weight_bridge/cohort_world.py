@@ -39,7 +39,7 @@ GEOMETRY = Geometry(
 DENSE = replace(GEOMETRY, architecture="Qwen3ForCausalLM", num_experts=0, dense_layers=frozenset())
 BUCKET_BYTES = 3000
 """So that one matrix is several buckets."""
-SECONDS = 60.0
+SECONDS = 120.0
 """For whatever must come."""
 
 

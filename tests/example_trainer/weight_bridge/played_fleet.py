@@ -22,7 +22,7 @@ from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.transport.rendezvous import Meeting
 from vllm_patching.weights.sharding import ShardSpec, Slice
 
-PATIENCE, SOON = 1.5, 60.0
+PATIENCE, SOON = 2.5, 120.0
 """Seconds: a trainer's patience, and after which a test fails rather than waits."""
 
 
@@ -100,7 +100,7 @@ class PlayedClient(BridgeServer):
 
     def __init__(self, played: PlayedServer, limit: float = SOON) -> None:
         host, _, port = played.url.removeprefix("http://").rpartition(":")
-        super().__init__(host, int(port), 5.0, None, limit, time.sleep, 5)
+        super().__init__(host, int(port), SOON, None, limit, time.sleep, 5)
         self.played = played
 
     def _step(self, step: str, epoch: int | None = None) -> PlayedServer:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from example_trainer.errors import BridgeError
-from tests.fleet_trainer import PATIENCE, TIMEOUT, Trainer, training
+from tests.fleet_trainer import TIMEOUT, Trainer, training
 from tests.light_servers import SOON, Devices, LightServer, Starter, bring_back, sound, until
 
 # early among the others (tests/conftest.py): they take long
@@ -156,15 +156,15 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
 def test_all_are_gone_and_back(
     trainer: Trainer, servers: list[LightServer], caplog: pytest.LogCaptureFixture
 ) -> None:
+    waits = "[Fleet] waiting for servers: 0 good, --min-servers 1: "
     for server in servers:
         server.kill()
     starter = threading.Thread(
-        target=lambda: (time.sleep(PATIENCE), [server.start() for server in servers])
+        target=lambda: (until(lambda: waits in caplog.text), [one.start() for one in servers])
     )
     starter.start()
     trainer.step()
     starter.join()
-    assert "[Fleet] waiting for servers: 0 good, --min-servers 1: " in caplog.text
     for server in servers:
         bring_back(trainer, server)
     sound(servers)

@@ -87,7 +87,7 @@ def restarting(tmp_path: Path) -> Iterator[BridgeServer]:
         return 200, info(tmp_path / "config.json") | facts
 
     with HttpServer(answer) as server:
-        client = BridgeServer("127.0.0.1", server.port, 20.0)
+        client = BridgeServer("127.0.0.1", server.port, 60.0)
         yield client
         client.close()
 
@@ -114,7 +114,7 @@ def occupied(tries: int, status: int = OCCUPIED) -> HttpServer:
 
 
 def joining(server: HttpServer, pauses: list[float], seconds: float = 60.0) -> BridgeServer:
-    return BridgeServer("127.0.0.1", server.port, 20.0, None, seconds, pauses.append)
+    return BridgeServer("127.0.0.1", server.port, 60.0, None, seconds, pauses.append)
 
 
 def test_a_server_in_the_update_of_another_trainer_is_waited_for(

@@ -220,7 +220,7 @@ def test_a_server_that_the_trainer_did_not_start_is_left_alone_and_warned_about(
         assert [re.search(r"at least (\d+) steps behind", line)[1] for line in warned] == ["2", "4"]  # type: ignore[index]
         assert all("does not answer" not in line for line in warned)
         other.kill()
-        other.wait(30)
+        other.wait(120)
         bridge.sync(10, lambda: None)
         assert (
             "are at least 6 steps behind the trainer's, and it does not answer now" in caplog.text
@@ -248,14 +248,14 @@ def test_a_foreign_server_that_still_loads_is_waited_for(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "seconds", "message"),
     [
-        ("other-program", "answers /v1/models with 404"),
-        ("never-ready", r"was not ready within 1 s \(--vllm-start-timeout\)"),
+        ("other-program", 120.0, "answers /v1/models with 404"),
+        ("never-ready", 1.0, r"was not ready within 1 s \(--vllm-start-timeout\)"),
     ],
 )
 def test_a_port_of_another_program_is_refused_before_anything_is_loaded(
-    stack: Stack, fault: str, message: str
+    stack: Stack, fault: str, seconds: float, message: str
 ) -> None:
     with (
         another_server(stack.port, fault),
@@ -264,7 +264,7 @@ def test_a_port_of_another_program_is_refused_before_anything_is_loaded(
             match=f"--vllm-port {stack.port} is taken by a process .* that {message}: stop it",
         ),
     ):
-        make_bridge(stack.config(vllm_start_timeout=1.0), stack.stop)
+        make_bridge(stack.config(vllm_start_timeout=seconds), stack.stop)
 
 
 @pytest.mark.parametrize("command", ["serve {modell} {port}", "serve '{model}"])
@@ -411,7 +411,7 @@ def test_what_outlives_its_guard_is_killed(stack: Stack, caplog: pytest.LogCaptu
         guard, *rest = descendants(process.pid)
         os.kill(guard, signal.SIGKILL)
         process.kill()
-        process.wait(30)
+        process.wait(120)
         left = rest[-1]
         assert left in parents()
         end_left_over_server(stack.port, 0.2, time.sleep)

@@ -98,7 +98,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 @pytest.fixture
 def joined(server: Server) -> Iterator[tuple[SingleCopyBridge, OneWeight]]:
     model = OneWeight()
-    bridge = SingleCopyBridge(BridgeServer("127.0.0.1", server.server_address[1], 20.0))
+    bridge = SingleCopyBridge(BridgeServer("127.0.0.1", server.server_address[1], 60.0))
     bridge.connect(model)
     yield bridge, model
     bridge.close()
@@ -107,7 +107,7 @@ def joined(server: Server) -> Iterator[tuple[SingleCopyBridge, OneWeight]]:
 @pytest.fixture
 def unjoined(server: Server) -> Iterator[SingleCopyBridge]:
     bridge = SingleCopyBridge(
-        BridgeServer("127.0.0.1", server.server_address[1], 20.0), device=torch.device("cpu")
+        BridgeServer("127.0.0.1", server.server_address[1], 60.0), device=torch.device("cpu")
     )
     yield bridge
     bridge.close()

@@ -79,7 +79,7 @@ class Trainer:
         self.model = random_model(trained)
         self.weights = {name: p.detach() for name, p in self.model.named_parameters()}
         self.plan = SendPlan(1, tp_size)
-        self.port, self.store = port, host_store(at(port), 30)
+        self.port, self.store = port, host_store(at(port), SECONDS)
         self.stream = WeightStream(
             self.model,
             manifests_of(tp_size, dtype),
@@ -263,7 +263,7 @@ def test_a_transfer_that_is_lost_ends_at_once_on_both_sides(free_port: Callable[
     with pytest.raises(BridgeError, match="sending the weights failed: server 1 has caught fire"):
         trainer.stream.send(trainer.cohort, lambda: "server 1 has caught fire")
     assert not trainer.cohort.formed
-    assert first.updater.discard(5), "it has let go"
+    assert first.updater.discard(SECONDS), "it has let go"
     assert first.until("failed", "ready").version is None
     assert time.monotonic() - began < SECONDS / 2
     with pytest.raises(BridgeError, match="the cohorts are closed"):

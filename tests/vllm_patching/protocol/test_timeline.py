@@ -111,7 +111,7 @@ def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert len(lines(tmp_path / "t.jsonl")) == 1 + 4 * 50
 
 

@@ -119,14 +119,14 @@ def test_servers_that_start_at_once_have_a_file_each(tmp_path: Path) -> None:
     files: list[ConfigFile] = []
 
     def start(port: int) -> None:
-        barrier.wait(30)
+        barrier.wait(120)
         files.append(started(tmp_path, port))
 
     threads = [threading.Thread(target=start, args=(port,)) for port in range(9001, 9017)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert sorted(read(file.path)["port"] for file in files) == list(range(9001, 9017))  # type: ignore[type-var]
     assert [file.path.name for file in files].count(CONFIG_NAME) == 1
     for file in files:

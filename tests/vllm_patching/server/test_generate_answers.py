@@ -307,7 +307,7 @@ async def _call(
         "query_string": b"",
         "headers": headers,
     }
-    await asyncio.wait_for(app(scope, messages.get, send), 30)  # type: ignore[arg-type]
+    await asyncio.wait_for(app(scope, messages.get, send), 120)  # type: ignore[arg-type]
     return sent
 
 
@@ -333,14 +333,14 @@ def test_a_client_that_goes_away_is_not_sampled_for(goes: bool) -> None:
         body = json.dumps({"prompt": "x", "n": 3}).encode()
         messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
         call = asyncio.create_task(_call(service, messages))
-        await asyncio.wait_for(began.wait(), 30)
+        await asyncio.wait_for(began.wait(), 120)
         if goes:
             messages.put_nowait({"type": "http.disconnect"})
         start, content = await call
         assert start["status"] == (499 if goes else 200)
         assert goes or content["body"] == b'{"n":3}'
         if goes:
-            await asyncio.wait_for(cancelled.wait(), 30)
+            await asyncio.wait_for(cancelled.wait(), 120)
 
     asyncio.run(run())
 

@@ -141,7 +141,7 @@ def test_a_rendezvous_that_comes_late_is_reached(free_port: Callable[[], int]) -
         listening.bind(("127.0.0.1", port))
         late = threading.Timer(0.3, listening.listen)
         late.start()
-        reach("127.0.0.1", port, "vLLM rank 0", 30.0)
+        reach("127.0.0.1", port, "vLLM rank 0", 120.0)
         late.join()
 
 
@@ -152,13 +152,13 @@ def test_groups_meet_on_the_address_that_was_named(free_port: Callable[[], int])
     results: list[torch.Tensor] = [torch.tensor([7]), torch.tensor([0])]
 
     def member(rank: int) -> None:
-        group = gloo_group(stores[rank], rank, 2, "localhost", 30.0)
+        group = gloo_group(stores[rank], rank, 2, "localhost", 120.0)
         group.broadcast([results[rank]], dist.BroadcastOptions()).wait()
 
     threads = [threading.Thread(target=member, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     assert [int(result) for result in results] == [7, 7]

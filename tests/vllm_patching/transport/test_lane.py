@@ -62,12 +62,12 @@ def test_lanes_keep_their_order_up_to_the_first_that_fails() -> None:
             yield lane
 
     fails = False
-    assert in_time(form, 30, nobody_lost, "test") == lanes
+    assert in_time(form, 120, nobody_lost, "test") == lanes
     assert begun == ["a", "b", "c"]
     begun.clear()
     fails = True
     with pytest.raises(RendezvousError, match="test: b has no members"):
-        in_time(form, 30, nobody_lost, "test")
+        in_time(form, 120, nobody_lost, "test")
     assert (begun, lanes[0].closed.is_set()) == (["a", "b"], True)
 
 
@@ -75,18 +75,18 @@ def test_a_lane_that_is_formed_after_everyone_has_gone_is_closed() -> None:
     late, go = Still("late"), threading.Event()
 
     def form() -> Iterator[Lane]:
-        assert go.wait(30)
+        assert go.wait(120)
         yield late
 
     with pytest.raises(RendezvousError, match="test: the server has gone"):
-        in_time(form, 30, lambda: "the server has gone", "test")
+        in_time(form, 120, lambda: "the server has gone", "test")
     assert not late.closed.is_set()
     go.set()
-    assert late.closed.wait(30)
+    assert late.closed.wait(120)
 
     def never() -> Iterator[Lane]:
         go.clear()
-        go.wait(30)
+        go.wait(120)
         return iter(())
 
     with pytest.raises(RendezvousError, match=r"not done within 0\.1 s"):
@@ -95,7 +95,7 @@ def test_a_lane_that_is_formed_after_everyone_has_gone_is_closed() -> None:
 
 def test_a_receiver_comes_to_all_lanes_before_it_waits_in_one() -> None:
     """As in Cohort, no sender gives its word before the receiver has come to every lane."""
-    seconds, numbers = 30.0, range(3)
+    seconds, numbers = 120.0, range(3)
     store = host_store(Meeting("localhost", 0, "s3cret"), seconds)
     assert store.kept is not None
     meeting = Meeting("localhost", store.kept.port, "s3cret")
@@ -143,12 +143,12 @@ def test_what_arrives_as_a_look_ends_has_arrived() -> None:
         30.0,
     )
     step = Step()
-    lane.wait(step, time.monotonic() + 30, nobody_lost)
+    lane.wait(step, time.monotonic() + 120, nobody_lost)
     assert step.looks == 1
     with pytest.raises(
         LaneBroken, match=r"lane 0 of vLLM rank 0: a member has gone \(Connection closed by peer\)"
     ):
-        lane.wait(Step("Connection closed by peer"), time.monotonic() + 30, nobody_lost)
+        lane.wait(Step("Connection closed by peer"), time.monotonic() + 120, nobody_lost)
 
 
 class Communicator:
@@ -158,7 +158,7 @@ class Communicator:
         self._aborts_begun = aborts_begun
 
     def abort(self) -> None:
-        self._aborts_begun.wait(30)
+        self._aborts_begun.wait(120)
 
 
 def nccl_lane(name: str, group: Any) -> NcclLane:
@@ -191,5 +191,5 @@ def test_an_abort_that_fails_or_goes_on_is_logged(
     assert "lane 0: NCCL has not ended what was in flight" in caplog.text
     never.abort()
     lanes[1].close()
-    assert all(lane.join(time.monotonic() + 30) for lane in lanes)
+    assert all(lane.join(time.monotonic() + 120) for lane in lanes)
     assert "lane 1: NCCL could not abort its communicator" in caplog.text

@@ -39,6 +39,8 @@ LEARNED = [
     f"{name} {size} {rank}" for name in RANKS if name != "Mamba2" for size, rank in RANKS[name]
 ]
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def learned() -> dict[str, Any]:

@@ -136,7 +136,7 @@ def test_a_cohort_that_is_being_met_outlives_the_end_of_a_transfer(
     # Its other half never comes.
     updater.join_cohort(CohortPlace(at(port), "never", 2, 0, 1, 0, 1, Route.GLOO, SECONDS, SECONDS))
     for _ in range(2):  # the server asks again and again whether something may still be written
-        assert updater.discard(5)
+        assert updater.discard(SECONDS)
         assert (updater.status.phase, updater.status.error) == ("joining", "")
     updater.leave()
     updater.wait(SECONDS)
@@ -164,7 +164,7 @@ def test_what_the_trainer_sends_arrives_where_it_should(
             assert torch.equal(target, sent) == direct, (
                 "the live weights are touched by a direct transfer, and by no other"
             )
-        assert updater.discard(5)
+        assert updater.discard(SECONDS)
         assert updater.status.version is None
 
 
@@ -241,7 +241,7 @@ def test_receiving_without_a_trainer_says_what_to_do(updater: WeightUpdater) -> 
 def test_the_end_of_the_storing_process_is_seen_at_once(free_port: Callable[[], int]) -> None:
     port = free_port()
     store = host_store(at(port), 1.0)
-    watch = PeerWatch(at(port), 5)
+    watch = PeerWatch(at(port), SECONDS)
     time.sleep(0.3)
     assert not watch.gone()
     del store

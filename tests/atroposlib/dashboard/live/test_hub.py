@@ -18,13 +18,13 @@ async def test_a_page_is_told_what_concerns_its_run() -> None:
         for run in ("a", "b"):
             hub.publish(run, "stack", {"text": "two\nlines"})
         assert (
-            await first.next(1)
+            await first.next(60)
             == b'event: rows\ndata: {"n":null}\n\nevent: stack\ndata: {"text":"two\\nlines"}\n\n'
         )
-        assert await second.next(1) == encode("stack", {"text": "two\nlines"})
+        assert await second.next(60) == encode("stack", {"text": "two\nlines"})
         assert await second.next(0.01) is None
         hub.close()
-        assert (await first.next(1), first.over) == (None, "stopping")
+        assert (await first.next(60), first.over) == (None, "stopping")
     assert len(hub) == 0
 
 
@@ -48,8 +48,8 @@ async def test_what_is_told_within_a_moment_is_sent_together(
     hub = Hub()
     with hub.subscribed("a") as page:
         hub.publish("a", "rows", 1)
-        assert await page.next(5) == encode("rows", 1), "the first goes out at once"
-        waiting = asyncio.create_task(page.next(5))
+        assert await page.next(60) == encode("rows", 1), "the first goes out at once"
+        waiting = asyncio.create_task(page.next(60))
         await asyncio.sleep(0.01)  # the first sending is over
         hub.publish("a", "rows", 2)
         hub.publish("a", "event", 3)

@@ -97,6 +97,7 @@ def test_a_group_is_read_side_by_side_and_a_token_of_it_sent_to_somebody(
     seen.open("/ui/rollouts")
     page = seen.page
     page.get_by_label("Sort by").select_option("drifted")
+    seen.until("document.querySelectorAll('#list tr').length === 1")  # the reported one alone
     page.get_by_role("row").filter(has_text="0.").get_by_role("link", name="group").first.click()
     seen.until("document.querySelectorAll('[data-response] .boundary').length === 2")
     both = page.get_by_role("article")

@@ -130,8 +130,9 @@ def main(output: str, steps: str, fault: str = "") -> int:
     from example_trainer.launcher.quickstart import __main__ as command
     from example_trainer.launcher.quickstart import run
 
-    run.STALL_SECONDS = 8.0 if fault == "trainer-stalls" else 60.0
-    run.VLLM_SECONDS = 8.0 if fault == "never-ready" else 60.0
+    # Even a short limit gives a busy machine the time to start a process.
+    run.STALL_SECONDS = 20.0 if fault == "trainer-stalls" else 120.0
+    run.VLLM_SECONDS = 20.0 if fault == "never-ready" else 120.0
     options = Options(
         "broadcast",
         int(steps),

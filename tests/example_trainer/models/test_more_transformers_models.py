@@ -1,4 +1,4 @@
-"""The tests of transformers' models, for the architectures that vLLM serves in nightly tests."""
+"""The tests of transformers' models, for the architectures that the default tier leaves out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.example_trainer.models.test_transformers_model import (
     test_a_pass_in_bfloat16_is_as_near_to_float32_as_that_of_transformers,
     test_packed_logprobs_and_gradients_are_those_of_the_sequences_alone,
 )
-from tests.example_trainer.models.transformers_cases import CONFIGS
+from tests.example_trainer.models.transformers_cases import CONFIGS, SAMPLE
 from tests.example_trainer.training.test_transformers_training import test_a_run_resumes_bit_for_bit
 from tests.tiny_models import SERVED
 
@@ -22,7 +22,7 @@ __all__ = [
 pytestmark = pytest.mark.nightly
 
 
-@pytest.fixture(params=[name for name in SERVED if name not in CONFIGS])
+@pytest.fixture(params=sorted({*CONFIGS, *SERVED} - {*SAMPLE}))
 def name(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     return chosen
