@@ -438,8 +438,8 @@ def test_a_fleet_of_two_goes_on_without_the_one_that_is_stopped(
         bridge.sync(1, new_weights(model, 1))
         answers = asyncio.run(ask_both(servers, REQUESTS, stop))
         expect_answers_of_their_own(answers)
-        # In the first step of a new shape the engine gets a minute, and another reason is named.
-        named = "vLLM's engine has " if what == "engine" else "does not answer"
+        # On a busy machine another reason may be named: no step, or a long first step of a shape.
+        named = "vLLM's engine " if what == "engine" else "does not answer"
         until(
             module_processes,
             "the trainer to name it",

@@ -28,13 +28,13 @@ class _Replica:
     Attributes:
         silent: seconds without progress, outside first steps.
         in_first_step: seconds of a step of a new shape.
-        idle: whether it answered since the last progress, so that it runs without making steps.
+        unheard: seconds since its last answer, outside first steps.
         executed: batches that it had begun at its last answer; None before the first.
     """
 
     silent: float = 0.0
     in_first_step: float = 0.0
-    idle: bool = False
+    unheard: float = 0.0
     executed: int | None = None
 
 
@@ -64,6 +64,7 @@ class EngineProgress:
                 replica.in_first_step += seconds
             else:
                 replica.silent += seconds
+                replica.unheard += seconds
 
     def excused(self) -> None:
         """Begin to count again: the engine is paused on purpose."""
@@ -80,20 +81,20 @@ class EngineProgress:
         replica = self._replicas[number]
         if due == 0 or executed != replica.executed:
             self._progressed(replica)
-        else:
-            replica.idle = True
-        replica.executed = executed
+        replica.unheard, replica.executed = 0.0, executed
 
     @property
     def trouble(self) -> str:
         """Return why no token can be sampled; empty if all replicas make progress.
 
-        The text stays the same while it lasts.
+        The text stays the same while it lasts. A replica still answers if its last answer came in the
+        second half of the limit. After an earlier one it may have been stopped.
         """
         for number, replica in enumerate(self._replicas):
             name = f"vLLM's engine core {number}" if len(self._replicas) > 1 else "vLLM's engine"
             if replica.silent > self._limit:
-                done = "answers, but has made no step" if replica.idle else "has not answered"
+                answers = replica.unheard < self._limit / 2
+                done = "answers, but has made no step" if answers else "has not answered"
                 return f"{name} {done} for {self._limit:g} s (--engine-timeout): {REMEDY}"
             if replica.in_first_step > FIRST_STEP_FACTOR * self._limit:
                 longest = f"{FIRST_STEP_FACTOR * self._limit:g} s ({FIRST_STEP_FACTOR} times --engine-timeout)"
@@ -102,8 +103,7 @@ class EngineProgress:
 
     @staticmethod
     def _progressed(replica: _Replica) -> None:
-        replica.silent = replica.in_first_step = 0.0
-        replica.idle = False
+        replica.silent = replica.in_first_step = replica.unheard = 0.0
 
 
 logger = logging.getLogger("vllm.lockstep.engine")
@@ -117,8 +117,8 @@ QUESTIONS = 10
 
 
 class EngineWatch:
-    """Asks every engine core for its progress, one question at a time, and applies the rule of
-    `progress.py`.
+    """Asks every engine core for its progress, one question at a time. `EngineProgress` judges the
+    answers.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""progress.py: silence counts, and nothing but silence."""
+"""EngineProgress: silence counts, and nothing but silence."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ def test_an_engine_that_answers_and_makes_no_step_for_its_requests_is_in_trouble
     assert "answers, but has made no step for 30 s" in progress.trouble
     progress.answered(0, executed=8, due=3)
     assert progress.trouble == ""
+
+
+def test_an_engine_that_answered_once_without_a_step_and_then_was_stopped_does_not_answer() -> None:
+    progress = EngineProgress(LIMIT)
+    progress.answered(0, executed=7, due=3)
+    progress.passed(3.0, [False])
+    progress.answered(0, executed=7, due=3)
+    for _ in range(28):
+        progress.passed(1.0, [False])
+    assert "vLLM's engine has not answered for 30 s (--engine-timeout)" in progress.trouble
 
 
 def test_an_engine_without_requests_that_are_due_is_well() -> None:
