@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from bench.gpu.shapes import SHAPES
 from bench.results_book import Book, FigureError, Table, commit_of, filled, markdown, sources
 from studies.bitwise.summary import differences
-from studies.learning.plan import CHAPTERS, shown_in
+from studies.learning.plan import CHAPTERS, MIXTURES, Variant, shown_in
 from studies.learning.summary import COLUMNS, HEADS, variant_rows
 from tests.environments.public.cases import CASES, NOT_RUN
 
@@ -453,33 +453,52 @@ def whole_run_bound(book: Book) -> str:
     )
 
 
-def learning_chapter(chapter: str, book: Book) -> str:
-    """Return a chapter's picture and table: its variants and what they are compared with, mean ±
-    deviation over the seeds.
+def trainings_table(file: str, variants: Sequence[Variant], book: Book) -> str:
+    """Return a table of trainings, mean ± deviation over the seeds, and the days of their runs.
+
+    Args:
+        variants: a row each, if it was trained.
     """
-    if not book.has("learning"):
-        return NOT_YET
-    variants = {variant.name: variant.label for variant in shown_in(chapter)}
+    names = {variant.name for variant in variants}
     runs = {
         name: run
-        for name, run in book.get("learning", "runs").items()
-        if run["variant"] in variants
+        for name, run in book.get(file, "runs").items()
+        if run["variant"] in names and run["status"] != "failed"
     }
     rows = []
-    for name, label in variants.items():
-        for row in variant_rows(runs, [(name, label)]):
+    for variant in variants:
+        wrong = sum(
+            bool(run["diverged"]) for run in runs.values() if run["variant"] == variant.name
+        )
+        for row in variant_rows(runs, [(variant.name, variant.label)]):
             cells = dict(zip(HEADS, row, strict=True))
-            wrong = sum(
-                bool(run["diverged"])
-                for run in runs.values()
-                if run["variant"] == name and run["status"] != "failed"
-            )
             shown = [cells[heading] for heading in SHOWN_COLUMNS]
-            rows.append([label, *shown, f"{wrong} of {cells['runs']}"])
-    days = sorted(book.measured("learning", f"runs/{name}")["date"].split()[0] for name in runs)
+            rows.append([variant.label, *shown, f"{wrong} of {cells['runs']}"])
+    days = sorted(book.measured(file, f"runs/{name}")["date"].split()[0] for name in runs)
+    measured = f"on {days[0]}" if days[0] == days[-1] else f"from {days[0]} to {days[-1]}"
+    return f"{markdown(['', *SHOWN_COLUMNS, 'diverged'], rows)}\n\nMeasured {measured}."
+
+
+def learning_chapter(chapter: str, book: Book) -> str:
+    """Return a chapter's picture and table: its variants and what they are compared with."""
+    if not book.has("learning"):
+        return NOT_YET
     picture = f"![{CHAPTERS[chapter][0]}](images/learning_{chapter}.png)"
-    table = markdown(["", *SHOWN_COLUMNS, "diverged"], rows)
-    return f"{picture}\n\n{table}\n\nMeasured from {days[0]} to {days[-1]}."
+    return f"{picture}\n\n{trainings_table('learning', shown_in(chapter), book)}"
+
+
+def moe_learning(book: Book) -> str:
+    """Return the table of the trainings of a mixture, and how many are not measured yet."""
+    file = "moe_learning_vllm033"
+    text = trainings_table(file, [*MIXTURES.values()], book)
+    return f"{text}{_missing(book, file)}"
+
+
+def _missing(book: Book, file: str) -> str:
+    """Return how many trainings are still to be run; empty if all are there."""
+    missing = len(book.page(file).get("missing", ()))
+    ended = sum(run["status"] != "failed" for run in book.get(file, "runs").values())
+    return f" {missing} of {missing + ended} trainings are still to be run." if missing else ""
 
 
 def learning_divergences(book: Book) -> str:
@@ -488,10 +507,7 @@ def learning_divergences(book: Book) -> str:
         return NOT_YET
     ended = [run for run in book.get("learning", "runs").values() if run["status"] != "failed"]
     text = f"{sum(bool(run['diverged']) for run in ended)} of {len(ended)} trainings diverged."
-    missing = len(book.page("learning").get("missing", ()))
-    if missing:
-        text += f" {missing} of {missing + len(ended)} are still to be run."
-    return text
+    return f"{text}{_missing(book, 'learning')}"
 
 
 def their_environments(book: Book) -> str:
@@ -540,6 +556,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "on_off_published": on_off_published,
     **{f"learning_{chapter}": partial(learning_chapter, chapter) for chapter in SHOWN_CHAPTERS},
     "learning_divergences": learning_divergences,
+    "moe_learning": moe_learning,
     "quickstart_table": template("quick_starts", QUICK_START),
     "quick_start_range": template("quick_starts", QUICK_START_RANGE),
     "calculator_table": CALCULATOR,

@@ -35,41 +35,16 @@ from functools import partial
 from bench.gpu.runs import run_and_report
 from bench.measured import Options, command_line
 from example_trainer import simple_rl
-from studies.learning.plan import ORDINARY, UNCORRECTED, Variant
+from studies.learning.plan import MIXTURES, Variant
 from studies.learning.trainings import OPTIONS as LEARNING
 from studies.learning.trainings import Learning, completed, report
 from studies.starter_model import mixture
 
-AGES = (0, 4)
-"""Steps between the weights that sampled a batch and its training."""
-
-
-def _arms() -> list[Variant]:
-    arms = (
-        ("ordinary", "ordinary kernels", ORDINARY, True),
-        ("replay", "ordinary kernels, router replay", (*ORDINARY, "--router-replay"), False),
-        ("exact", "equal to the bit", ("--batch-invariant",), False),
-    )
-    return [
-        Variant(
-            f"{name}_{age}",
-            f"age_{age}",
-            f"{label}, {age} steps old",
-            (*flags, *UNCORRECTED, "--staleness", str(age)),
-            cpu=cpu,
-        )
-        for age in AGES
-        for name, label, flags, cpu in arms
-    ]
-
-
-ARMS = {variant.name: variant for variant in _arms()}
-
 
 class Mixtures(Learning):
-    """See Learning; of the arms above."""
+    """See Learning; of MIXTURES."""
 
-    variants = ARMS
+    variants = MIXTURES
     file = "mixtures.json"
 
     def refusal(self, variant: Variant) -> str | None:
@@ -101,7 +76,7 @@ OPTIONS: Options = LEARNING | {
     },
     "--only": {
         "nargs": "+",
-        "choices": ARMS,
+        "choices": MIXTURES,
         "metavar": "ARM",
         "help": "arms to train; default: all of --list",
     },
@@ -121,7 +96,7 @@ OPTIONS: Options = LEARNING | {
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = command_line(__doc__, OPTIONS).parse_args(arguments)
-    whole = {"only": list(ARMS), "seeds": [0, 1, 2], "steps": 100, "model": Path("model")}
+    whole = {"only": list(MIXTURES), "seeds": [0, 1, 2], "steps": 100, "model": Path("model")}
     tiny_model = args.output / "model"
     return completed(args, whole, whole | {"seeds": [0], "steps": 3, "model": tiny_model})
 
@@ -129,12 +104,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     if args.list:
-        for variant in ARMS.values():
+        for variant in MIXTURES.values():
             print(f"{variant.name:<12}{variant.label:<46}{shlex.join(variant.flags)}")
         return 0
     if args.tiny and args.model == (args.output / "model").resolve():
         mixture.main(["--output", str(args.model), "--experts", "4", "--experts-per-token", "2"])
-    return run_and_report(args, Mixtures, partial(report, variants=ARMS))
+    return run_and_report(args, Mixtures, partial(report, variants=MIXTURES))
 
 
 if __name__ == "__main__":

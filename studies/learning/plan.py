@@ -1,4 +1,4 @@
-"""Which trainings studies/learning/trainings.py compares, in which order, and how long that takes.
+"""Which trainings studies/learning/trainings.py and mixtures.py compare, in which order, and how long that takes.
 
 Pure: no I/O, no processes.
 """
@@ -112,7 +112,29 @@ def _stale(age: int) -> tuple[str, ...]:
     return ("--staleness", str(age))
 
 
+def _arms() -> list[Variant]:
+    arms = (
+        ("ordinary", "ordinary kernels", ORDINARY, True),
+        ("replay", "ordinary kernels, router replay", (*ORDINARY, "--router-replay"), False),
+        ("exact", "equal to the bit", ("--batch-invariant",), False),
+    )
+    return [
+        Variant(
+            f"{name}_{age}",
+            f"age_{age}",
+            f"{label}, {age} steps old",
+            (*flags, *UNCORRECTED, *_stale(age)),
+            cpu=cpu,
+        )
+        for age in (0, 4)
+        for name, label, flags, cpu in arms
+    ]
+
+
 VARIANTS = {variant.name: variant for variant in _variants()}
+MIXTURES = {variant.name: variant for variant in _arms()}
+"""The trainings of a mixture of experts. An age counts the steps between the weights that sampled a
+batch and its training."""
 CHAPTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "arithmetic": ("Sampler and trainer by the same arithmetic, and not", ()),
     "staleness": ("Uncorrected, of one age throughout", ("ordinary",)),

@@ -205,7 +205,7 @@ def test_tables_have_means_over_seeds_and_say_what_diverged(results: Path) -> No
     assert table.startswith(
         "![Uncorrected, of one age throughout](images/learning_staleness.png)\n\n| "
     )
-    assert table.endswith("Measured from 2026-11-22 to 2026-11-22.")
+    assert table.endswith("Measured on 2026-11-22.")
     assert NAMED["learning_staleness"](Book(results.parent / "nowhere")) == NOT_YET
     assert NAMED["learning_divergences"](book) == "1 of 4 trainings diverged."
     told = trainings.report(
@@ -213,6 +213,25 @@ def test_tables_have_means_over_seeds_and_say_what_diverged(results: Path) -> No
     )
     assert "stale_4 0: failed: out of memory" in told
     assert "exact: not trained: its kernels want a GPU" in told
+
+
+def test_a_table_of_a_mixture_says_how_many_trainings_are_missing(tmp_path: Path) -> None:
+    late = {"measured": {"commit": "abc", "date": "2026-11-29 08:00", "run": "two"}}
+    runs = {
+        "exact_0 0": run_of("exact_0", 0, RISING, 0.6),
+        "replay_4 0": run_of("replay_4", 0, RISING, 0.4) | late,
+        "ordinary_0 0": run_of("ordinary_0", 0, RISING, 0.4) | {"status": "failed"},
+    }
+    page: dict[str, Any] = {"runs": runs, "missing": ["ordinary_0 0"]}
+    path = tmp_path / "moe_learning_vllm033.json"
+    path.write_text(json.dumps(page))
+    table = NAMED["moe_learning"](Book(tmp_path))
+    assert table.count("0 of 1 |") == 2
+    assert table.endswith(
+        "Measured from 2026-11-22 to 2026-11-29. 1 of 3 trainings are still to be run."
+    )
+    path.write_text(json.dumps(page | {"missing": []}))
+    assert NAMED["moe_learning"](Book(tmp_path)).endswith("to 2026-11-29.")
 
 
 def test_bands_reach_from_the_least_to_the_greatest() -> None:

@@ -10,15 +10,15 @@ import pytest
 
 from example_trainer.simple_rl import parse_arguments, trainer_config
 from studies.learning import mixtures
-from studies.learning.mixtures import ARMS, Mixtures, unknown_flags
-from studies.learning.plan import Variant, plan
+from studies.learning.mixtures import Mixtures, unknown_flags
+from studies.learning.plan import MIXTURES, Variant, plan
 from studies.learning.trainings import made_of
 from vllm_patching.weights.families import Geometry
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_an_arm_is_a_command_of_simple_rl(name: str) -> None:
-    arm, (kind, _, age) = ARMS[name], name.partition("_")
+    arm, (kind, _, age) = MIXTURES[name], name.partition("_")
     assert unknown_flags(arm) is None
     config = trainer_config(parse_arguments(list(arm.flags)), port=1)
     assert config.deterministic == (kind == "exact")
@@ -50,7 +50,7 @@ def test_a_try_makes_a_mixture_and_keeps_what_was_trained(
     assert geometry.num_experts == 4
     with ExitStack() as stack:
         study = Mixtures(args, tmp_path, stack)
-        (training,) = plan(["ordinary_0"], (0,), ARMS)
+        (training,) = plan(["ordinary_0"], (0,), MIXTURES)
         folder = study._folder(training)
         folder.mkdir(parents=True)
         kept = {
