@@ -1,4 +1,5 @@
-"""Which trainings studies/learning/trainings.py and mixtures.py compare, in which order, and how long that takes.
+"""Which trainings studies/learning/trainings.py and mixtures.py compare, in which order, and how
+long that takes.
 
 Pure: no I/O, no processes.
 """

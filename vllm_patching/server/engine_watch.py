@@ -87,8 +87,8 @@ class EngineProgress:
     def trouble(self) -> str:
         """Return why no token can be sampled; empty if all replicas make progress.
 
-        The text stays the same while it lasts. A replica still answers if its last answer came in the
-        second half of the limit. After an earlier one it may have been stopped.
+        The text has no number that grows, so it rarely changes while the trouble lasts. A replica
+        counts as answering for half of the limit after its last answer. Later it may have been stopped.
         """
         for number, replica in enumerate(self._replicas):
             name = f"vLLM's engine core {number}" if len(self._replicas) > 1 else "vLLM's engine"
