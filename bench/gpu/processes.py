@@ -136,10 +136,6 @@ class Child(processes.ManagedProcess):
                 found.append(psutil.Process(pid))
         return found
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the command itself."""
-        os.kill(self.command_pid(), number)
-
     def kill(self) -> None:
         """End the command and all that it started at once, as a failure of the machine would, and
         wait until they are gone.

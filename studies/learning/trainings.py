@@ -50,10 +50,9 @@ import hashlib
 import json
 import shlex
 import shutil
-import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +65,6 @@ from bench.gpu.runs import Results, run_and_report
 from bench.gpu.summary import table
 from bench.gpu.training_stack import read_rows
 from bench.measured import Options, command_line, measured
-from example_trainer.child_processes.processes import ProcessDied
 from studies.learning.plan import (
     TINY,
     VARIANTS,
@@ -391,9 +389,8 @@ class Learning:
         print(f"{seconds:6.1f} s  {one.training.name}: {len(rows)} steps, {shown}", flush=True)
 
     def _stop_all(self) -> None:
-        for one in self.running:
-            with suppress(ProcessLookupError, ProcessDied):
-                one.child.signal(signal.SIGTERM)
+        for one in self.running:  # all are asked first, and so end at the same time
+            one.child.release()
         for one in self.running:
             one.child.stop()
 

@@ -57,11 +57,11 @@ def test_a_worker_that_ends_is_named_with_its_last_lines(
 
 
 OWNER = """
-import sys, time
+import os, signal, sys, time
 from pathlib import Path
 from bench.gpu.processes import Child
 child = Child("child", ["sleep", "600"], Path(sys.argv[1]) / "child.log", {})
-child.signal(19)
+os.kill(child.command_pid(), signal.SIGSTOP)
 print(child.command_pid(), flush=True)
 time.sleep(600)
 """
