@@ -107,6 +107,17 @@ TRAINER_SPEED = Table(
     },
     "{dates}",
 )
+MEMORY_PLAN = Table(
+    "memory_plan",
+    {f"`{{results/{number}/configuration/name @s}}`": f"results/{number}" for number in range(9)},
+    {
+        "planned": "{ROW/planned/greatest @*1e-9 .1f} GB",
+        "used": "{ROW/allocated/greatest @*1e-9 .1f} GB",
+        "planned ÷ used": "{ROW/planned/greatest ÷ ROW/allocated/greatest @.3f}",
+    },
+    "{dates}",
+    corner="training",
+)
 WHOLE_RUN = Table(
     "whole_run",
     {
@@ -544,6 +555,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "async_modes_gpu": ASYNC_MODES,
     "async_full_at": async_full_at,
     "async_exact": async_exact,
+    "memory_plan": MEMORY_PLAN,
     "updates_1.7b": UPDATES,
     "generation_in_all": generation_in_all,
     "single_copy": single_copy,
