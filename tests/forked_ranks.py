@@ -26,7 +26,7 @@ from example_trainer.child_processes.ports import PortReservations
 from tests.forked_commands import end
 
 RANKS = int(os.environ.get("FORKED_RANKS", "2"))
-OWN_END_SECONDS = 5.0
+OWN_END_SECONDS = 15.0
 """Seconds in which ranks may end by themselves when another has failed, with their reason, before
 they are asked to.
 """

@@ -18,7 +18,7 @@ from example_trainer.process import StopRequested, StopSignal, run
 from tests.listening import listeners
 
 TIMEOUT = 120.0
-SILENT_TIMEOUT = 8.0
+SILENT_TIMEOUT = 20.0
 """Deadline of the case that waits for it to pass: longer than two processes on a busy machine need
 to find each other.
 """
