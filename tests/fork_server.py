@@ -6,6 +6,7 @@ lifeline is closed
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -97,7 +98,8 @@ def keep(
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         code = ForkedGuard(command, control, told["grace"], (status,)).run()
     elif child := os.fork():
-        connection.send(str(child).encode())
+        with contextlib.suppress(BrokenPipeError):  # its client has ended, and so will the child
+            connection.send(str(child).encode())
         code = wait_for(child, connection)
     else:
         connection.close()
@@ -125,7 +127,9 @@ def serve(lifeline: socket.socket, listener: socket.socket) -> None:
             if one is listener:
                 connections.append(listener.accept()[0])
                 continue
-            data, descriptors, *_ = socket.recv_fds(one, LONGEST_MESSAGE, MOST_DESCRIPTORS)
+            data, descriptors = b"", []
+            with contextlib.suppress(ConnectionResetError):  # it died before it read its answer
+                data, descriptors, *_ = socket.recv_fds(one, LONGEST_MESSAGE, MOST_DESCRIPTORS)
             if not data:
                 connections.remove(one)
                 one.close()

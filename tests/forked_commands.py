@@ -275,17 +275,21 @@ class ForkServer:
             "command": vars(command), "environment": dict(variables), "directory": str(directory or Path.cwd()), "grace": grace,
             "talks": bool(talks),
         }  # fmt: skip
-        status, told_there = os.pipe()
         with self._one_at_a_time:  # else two threads may get each other's process
-            try:
-                socket.send_fds(
-                    self._connection, [json.dumps(told).encode()], [log, told_there, *talks, *guard]
-                )
-            finally:
-                os.close(told_there)
+            status = self._ask(told, log, *talks, *guard)
             pid = self._connection.recv(16)
         assert pid, "the process that forks is gone; what it wrote stands above"
         return Forked(int(pid), status)
+
+    def _ask(self, told: Mapping[str, Any], log: int, *others: int) -> int:
+        """Ask for a process; return the descriptor from which its exit status will be read."""
+        status, told_there = os.pipe()
+        try:
+            descriptors = [log, told_there, *others]
+            socket.send_fds(self._connection, [json.dumps(told).encode()], descriptors)
+        finally:
+            os.close(told_there)
+        return status
 
     def fork_with_pipes(
         self,

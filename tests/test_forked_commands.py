@@ -5,8 +5,11 @@ and how it is stopped.
 from __future__ import annotations
 
 import os
+import select
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +21,7 @@ import pytest
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.processes import ManagedProcess, wait_until
 from tests.conftest import ROOT, Processes
-from tests.forked_commands import Command, Forked, start_unguarded
+from tests.forked_commands import FOLDER, Command, Forked, ForkServer, start_unguarded
 
 RUN_API = [sys.executable, "-m", "atroposlib.cli.run_api"]
 
@@ -141,3 +144,46 @@ def test_without_a_guard_too_it_ends_with_who_started_it(free_port: Callable[[],
         assert pid in parents()
         starter.kill()
     wait_until("its end", lambda: None if pid not in parents() else f"process {pid} lives on", 180)
+
+
+SERVER = """
+import socket, sys
+from tests.fork_server import Become, serve
+from tests.forked_commands import end
+command = None
+try:
+    serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
+except Become as told:
+    command = told.command
+if command is not None:
+    end(command.run)
+"""
+
+
+def test_a_client_that_dies_before_it_reads_its_answer_ends_no_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        (tmp_path / "log").open("wb") as log,
+    ):
+        listener.bind(f"{folder}/light")
+        listener.listen()
+        lifeline, there = socket.socketpair()
+        numbers = (there.fileno(), listener.fileno())
+        words = [sys.executable, "-c", SERVER, *map(str, numbers)]
+        with subprocess.Popen(words, cwd=ROOT, pass_fds=numbers) as server, there, lifeline:
+            monkeypatch.setenv(FOLDER, folder)
+            dying, living = ForkServer("light"), ForkServer("light")
+            command = Command("-c", False, ["print(6 * 7)"], False)
+            told = {"command": vars(command), "environment": dict(os.environ), "directory": folder}
+            os.close(dying._ask({**told, "grace": 0.0, "talks": False}, log.fileno()))
+            assert select.select([dying._connection], [], [], 120)[0], "the answer has come"
+            dying._connection.close()
+            forked = living.fork(command, os.environ, tmp_path, log.fileno())
+            assert forked.wait(120) == 0
+            lifeline.close()
+            assert server.wait(120) == 0
+            living._connection.close()
+    assert "42\n" in (tmp_path / "log").read_text()
