@@ -98,7 +98,7 @@ def keep(
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         code = ForkedGuard(command, control, told["grace"], (status,)).run()
     elif child := os.fork():
-        with contextlib.suppress(BrokenPipeError):  # its client has ended, and so will the child
+        with contextlib.suppress(BrokenPipeError):  # the client has ended: the child is killed
             connection.send(str(child).encode())
         code = wait_for(child, connection)
     else:
@@ -128,7 +128,7 @@ def serve(lifeline: socket.socket, listener: socket.socket) -> None:
                 connections.append(listener.accept()[0])
                 continue
             data, descriptors = b"", []
-            with contextlib.suppress(ConnectionResetError):  # it died before it read its answer
+            with contextlib.suppress(ConnectionResetError):  # the client died before it read
                 data, descriptors, *_ = socket.recv_fds(one, LONGEST_MESSAGE, MOST_DESCRIPTORS)
             if not data:
                 connections.remove(one)
